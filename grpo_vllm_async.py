@@ -72,7 +72,8 @@ Where to make a change: Add a part of the score in score_responses. Compute adva
 group_advantages. Add a term of the loss in token_losses. If it gives rows without an advantage a
 gradient, rows_with_gradient must keep them. Make a tensor that these need a field of Batch, and
 fill it in step 4, 5 or 6. Metrics come from token_losses and batch_metrics. What a resume must find
-again belongs in `state`, or in `trained_models` if it is a model. docs/fork.md has worked examples.
+again belongs in `state`, or in `trained_models` if it is a model. docs/changing_a_script.md has
+worked examples.
 
 Reading on to the banner ("The algorithm ends here") takes an hour or a little more. Look up the
 rest when you need it. If this script differs from another, tests/promise/test_scripts_agree.py
@@ -1336,7 +1337,7 @@ def open_run(accelerator, run_dir, checkpoint_dir, state, train_prompts, args):
         json.dump(asdict(args), file, indent=2)
     if args.resume_from_checkpoint:
         rewind_run(run_dir, checkpoint_dir)
-    run_program("provenance.py", run_dir)  # adds commit and versions to args.json
+    run_program("internal/provenance.py", run_dir)  # adds commit and versions to args.json
     wandb_run = {
         "name": os.environ.get("WANDB_NAME", args.run_name),
         "entity": args.wandb_entity,

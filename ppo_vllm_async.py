@@ -70,7 +70,7 @@ Where to make a change: Add a part of the score in score_responses. Compute rewa
 advantages in step 6. Add a term of the policy's loss in token_losses, and one of the value model's
 loss in value_losses. Make a tensor that these need a field of Batch, and fill it in step 4, 5 or 6.
 Metrics come from the losses and from batch_metrics. What a resume must find again belongs in
-`state`, or in `trained_models` if it is a model. docs/fork.md has worked examples.
+`state`, or in `trained_models` if it is a model. docs/changing_a_script.md has worked examples.
 
 Reading on to the banner ("The algorithm ends here") takes an hour or a little more. Look up the
 rest when you need it. If this script differs from another, tests/promise/test_scripts_agree.py
@@ -170,7 +170,7 @@ class Algorithm:
     gamma: float = 1.0
     """Discount factor per token."""
     lam: float = 1.0
-    """Lambda of GAE for advantages. Below 1, warm up the value model first (docs/scripts.md)."""
+    """Lambda of GAE for advantages. Below 1, warm up the value model first (docs/reference.md)."""
     value_lam: float = 1.0
     """Lambda of GAE for the value targets. 1 makes them plain returns (2503.01491)."""
     tis_cap: float = 2.0
@@ -1362,7 +1362,7 @@ def open_run(accelerator, run_dir, checkpoint_dir, state, train_prompts, args):
         json.dump(asdict(args), file, indent=2)
     if args.resume_from_checkpoint:
         rewind_run(run_dir, checkpoint_dir)
-    run_program("provenance.py", run_dir)  # adds commit and versions to args.json
+    run_program("internal/provenance.py", run_dir)  # adds commit and versions to args.json
     wandb_run = {
         "name": os.environ.get("WANDB_NAME", args.run_name),
         "entity": args.wandb_entity,

@@ -51,9 +51,9 @@ from operator import attrgetter
 from pathlib import Path
 
 import pandas
-import paths
 from fork import import_fork
-from run_files import is_right, read_args, read_lines
+from internal import model_paths
+from internal.run_files import is_right, read_args, read_lines
 
 ROOT = Path(__file__).resolve().parent.parent
 # What of a run's arguments decides which responses are sampled, and what they score; without dtype
@@ -545,7 +545,7 @@ def main():
     for model in models:
         # A run's own folder is no name of the hub
         path = model or (options.run / "model").absolute()
-        if trouble := paths.trouble_with_model(path):
+        if trouble := model_paths.trouble_with_model(path):
             parser.error(f"{path}: {trouble}")
     if options.samples > 1 and options.eval_temperature == 0:
         parser.error("--temperature 0 is greedy: all --samples would be one")

@@ -2,8 +2,9 @@
 
     python scripts/fork.py inflight grpo_inflight.py
 
-docs/forks.md says what each changes. The new file runs where it lies, as any copy of a script does
-(docs/fork.md). The fork lora (docs/adapters.md) fits each of the three scripts:
+docs/ready_made_forks.md says what each changes. The new file runs where it lies, as any copy of a
+script does (docs/changing_a_script.md). The fork lora (docs/adapters.md) fits each of the three
+scripts:
 
     python scripts/fork.py lora ppo_lora.py --script ppo_vllm_async.py
 
@@ -14,13 +15,13 @@ After a change of yours, this makes the diff again:
 You may have edited the script itself, if it still has the lines that a diff changes, and those
 around them. Otherwise nothing is written.
 
-With --bug it is a script with a bug to learn from, scripts/failures/NAME.diff (docs/failures.md).
-The first line of the new file says so.
+With --bug it is a script with a bug to learn from, scripts/forks/bugs/NAME.diff
+(docs/bug_gallery.md). The first line of the new file says so.
 
     python scripts/fork.py --bug stale_weights grpo_stale_weights.py
 
-With --without it is a script that lacks parts, scripts/deletions/NAME.diff, in any number
-(docs/fork.md).
+With --without it is a script that lacks parts, scripts/forks/deletions/NAME.diff, in any number
+(docs/changing_a_script.md).
 
     python scripts/fork.py --without fsdp2,placement,resume grpo_small.py
 """
@@ -38,8 +39,8 @@ from functools import cache
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parent.parent
-FORKS, FAILURES = REPO / "scripts/forks", REPO / "scripts/failures"
-DELETIONS = REPO / "scripts/deletions"
+FORKS, FAILURES = REPO / "scripts/forks", REPO / "scripts/forks/bugs"
+DELETIONS = REPO / "scripts/forks/deletions"
 SCRIPTS = ("grpo_vllm_async.py", "ppo_vllm_async.py", "ppo_sync.py")
 FIT_ALL = ("lora",)  # forks of each of the SCRIPTS, by one diff
 
@@ -71,7 +72,7 @@ def write_fork(name, output, is_bug=False, script=None):
     refuse_old(output)
     text = apply_diffs([(FAILURES if is_bug else FORKS) / f"{name}.diff"], script=script)
     if is_bug:
-        text = f"# A deliberate bug, to learn from: {name} (docs/failures.md)\n{text}"
+        text = f"# A deliberate bug, to learn from: {name} (docs/bug_gallery.md)\n{text}"
     output.write_text(text, "utf-8")
 
 

@@ -4,7 +4,7 @@
 #   bash scripts/gpu_check.sh                    all parts
 #   bash scripts/gpu_check.sh sync step_0.6B     those whose names begin so
 #   PYTHON=python3 bash scripts/gpu_check.sh     with this Python as it is, without the set-up
-# Each part takes ten minutes at most; scripts/benchmark/gpu_check.py says what they are.
+# Each part takes ten minutes at most; scripts/internal/gpu_check.py says what they are.
 # The exit status is 1 if a part failed, and 2 if there is no GPU.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -21,8 +21,8 @@ report=output/gpu_check_$(date -u +%Y%m%d_%H%M%S).txt
     bash scripts/setup.sh
     PYTHON=.venv/bin/python
   fi
-  "$PYTHON" scripts/dev/make_debug_assets.py
-  "$PYTHON" scripts/benchmark/gpu_check.py "$@"
+  "$PYTHON" scripts/train/debug/make_debug_assets.py
+  "$PYTHON" scripts/internal/gpu_check.py "$@"
 ) 2>&1 | tee "$report"
 status=$?  # pipefail: that of the checks
 echo "All of this is in $report"

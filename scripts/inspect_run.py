@@ -26,11 +26,11 @@ from pathlib import Path
 from statistics import mean
 from types import SimpleNamespace
 
+from internal.run_files import matrices_in, read_args, read_lines, read_metrics, read_rollouts
 from plot_runs import Run, draw_run, lines_of_table
 from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
-from run_files import matrices_in, read_args, read_lines, read_metrics, read_rollouts
 
 RATE, SCORE = "eval/verifiable_correct_rate", "eval/verifiable_score"
 NONE_RIGHT = "No answer counts as right: that takes a score of 1, or a reward that returns `right`"
@@ -163,7 +163,7 @@ def model_flops(run_dir: Path, args: dict, metrics: list[dict]) -> tuple[float, 
     model = run_dir / "model"
     if not (model / "config.json").is_file():
         return None
-    import plan  # which loads torch
+    from internal import resource_plan as plan  # which loads torch
 
     config = json.loads((model / "config.json").read_bytes())
     config = SimpleNamespace(**config.get("text_config") or config)
@@ -186,7 +186,7 @@ def describe_utilization(run_dir: Path, args: dict, metrics: list[dict], times: 
     """Model FLOPs as a share of the learners' peak, in updates and over whole steps, or nothing."""
     gpu = args.get("provenance", {}).get("gpu")
     flops = model_flops(run_dir, args, metrics) if gpu else None
-    peak = flops and sys.modules["plan"].peak_of(gpu)
+    peak = flops and sys.modules["internal.resource_plan"].peak_of(gpu)
     if not peak:
         return ""
     of_gpus = peak[0] * args["world_size"] / mean(line["val/update_tokens"] for line in metrics)

@@ -22,8 +22,8 @@ from pathlib import Path
 from statistics import fmean as mean
 from typing import NamedTuple
 
-import health
-from run_files import read_args, read_metrics
+from internal import warning_signs
+from internal.run_files import read_args, read_metrics
 
 # What an x axis can show: the metric that it is read from, and its title
 X_AXES = {
@@ -62,7 +62,7 @@ PANELS = [
 ]
 # All that the scripts and the reward trainer log; report.py draws what has no panel
 OF_TRAINER = {"eval/scores_mean", "eval/scores_std"}
-KNOWN = {"training_step", *health.METRICS, *OF_TRAINER}
+KNOWN = {"training_step", *warning_signs.METRICS, *OF_TRAINER}
 KNOWN |= {"time", "perf", "mismatch", *(name for panel in PANELS for name in panel.metrics)}
 SMALLEST_SPAN = 0.2  # of a y axis, as a share of the largest value: noise is not blown up
 LINE_STYLES = ["-", "--", ":"]

@@ -18,7 +18,7 @@ the disk but what comes from the hub, in its cache.
 Where this machine lacks the GPUs that are named, the run is planned for another machine. Then a
 model here may be without its weights, and neither disk nor --output_dir are looked at.
 
-Memory is an estimate from the sizes of the models, by plan.py, which finds what fits, too.
+Memory is an estimate from the sizes of the models, by resource_plan.py, which finds what fits, too.
 """
 
 import contextlib
@@ -41,9 +41,9 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
-import paths
+from internal import model_paths
 
-if __name__ == "__main__" and (missing := paths.missing(sys.argv[1:])):
+if __name__ == "__main__" and (missing := model_paths.missing(sys.argv[1:])):
     # Before the imports below, which take seconds
     print(*(f"preflight: error: {line}" for line in missing), sep="\n", file=sys.stderr)
     sys.exit(2)
@@ -51,17 +51,17 @@ if __name__ == "__main__" and (missing := paths.missing(sys.argv[1:])):
 import datasets
 import fork
 import huggingface_hub
-import odd_data
-import plan
 import torch
 import transformers
 import tyro
 import yaml
 from accelerate.commands.config import config_args
-from odd_data import Mistake
-from plan import GIB, in_words
-from preprocessing import hub_answers, printable
-from provenance import repo_of
+from data_preprocess.common import hub_answers, printable
+from internal import data_warnings
+from internal import resource_plan as plan
+from internal.data_warnings import Mistake
+from internal.provenance import repo_of
+from internal.resource_plan import GIB, in_words
 from requests.utils import get_netrc_auth
 from transformers import (
     AutoConfig,
@@ -118,7 +118,8 @@ class Options:
 
 
 # Options that a script may lack, such as lora_rank, which a fork has, or those of parts that a copy
-# is without (docs/fork.md, "What can be deleted"). With these values it is as if they were missing
+# is without (docs/changing_a_script.md, "What can be deleted"). With these values it is as if they
+# were missing
 ZEROS = ("async_mode", "keep_last_n", "lora_rank", "micro_batch_tokens", "push_to_hub", "save_freq")
 ZEROS += ("add_r1_style_format_reward",)
 ABSENT = dict.fromkeys(ZEROS, 0) | {"vllm_gpus": (), "vllm_tensor_parallel_size": 1}
@@ -201,8 +202,8 @@ def loading(flag, path):
     try:
         yield
     except Exception as error:
-        text = paths.trouble_with(flag, path) or describe(error)
-        is_of_hub = flag not in paths.FILES and paths.may_be_on_the_hub(path)
+        text = model_paths.trouble_with(flag, path) or describe(error)
+        is_of_hub = flag not in model_paths.FILES and model_paths.may_be_on_the_hub(path)
         if is_of_hub and isinstance(error, OSError) and not hub_answers():
             text = "no such folder, nor a copy in the cache, and the hub does not answer"
             if not flag.endswith("dataset"):
@@ -317,7 +318,7 @@ def check_numbers(run):
         if value != option.default and getattr(run.args, needed, True) in (None, 0, "none"):
             run.notes.append(f"--{name} does nothing without --{needed}")
         if isinstance(value, str) and value.startswith("~"):
-            raise Mistake(f"--{name} {value}: {paths.TILDE}")
+            raise Mistake(f"--{name} {value}: {model_paths.TILDE}")
         # A bool is no number here, which isinstance would take for an int. NaN is not above
         if type(value) in (int, float) and not value >= least:
             raise Mistake(f"--{name} is {value}; it must be at least {least:g}")
@@ -478,7 +479,9 @@ def check_data(run):
             has_split = files and all(split in file for file in files)
             if is_local(path) and not (is_default or has_split):
                 raise Mistake(f"its files have no split {split} in their names; leave it out")
-            run.notes += odd_data.notes_on_files(os.path.join(path, config or ""), files, split)
+            run.notes += data_warnings.notes_on_files(
+                os.path.join(path, config or ""), files, split
+            )
             if not rows:
                 raise Mistake(f"no row was read of the split {split}; the dataset is empty")
         read.append((path, rows, []))
@@ -507,21 +510,23 @@ def check_data(run):
         path, rows, _ = read[-1]
         needs_truth = not is_trainer and not script.uses_reward_model(args)
         for index in map(int, re.findall(r", row (\d+): ", str(error))[:1]):
-            odd_data.check_row(path, index, plain(rows[index]), needs_truth)
+            data_warnings.check_row(path, index, plain(rows[index]), needs_truth)
         text = describe(error).replace("NotImplementedError: ", "")
         text = text if path in text else f"{path}: {text}"
         due = "docs/rewards.md" if is_trainer else "docs/data.md"
         raise Mistake(f"{text}; {due} says what files and rows are to be") from error
     finally:
         for path, _, lengths in read:
-            run.notes += odd_data.notes_on_lost_rows(path, lengths, limit, getattr(args, limit))
+            run.notes += data_warnings.notes_on_lost_rows(
+                path, lengths, limit, getattr(args, limit)
+            )
     run.train_rows, run.eval_rows = loaded
     run.of_data += re.findall(".+", printed.getvalue())  # the lines: others have more line ends
     for (path, rows, _), made in zip(read, loaded, strict=False):
         rows = [plain(row) for row in rows]
         run.raw_rows += rows
-        run.notes += odd_data.notes_on_rows(run, path, rows, made)
-    run.notes += odd_data.notes_on_held_out(run)
+        run.notes += data_warnings.notes_on_rows(run, path, rows, made)
+    run.notes += data_warnings.notes_on_held_out(run)
 
 
 def load_pairs(run):
@@ -765,7 +770,7 @@ def check_tokens(run):
         stop_ids = [run.args.stop_token_id]
     else:
         stop_ids = run.args.stop_token_ids = run.script.find_stop_tokens(run.args, tokenizer, model)
-    run.notes += odd_data.notes_on_template(run, run.raw_rows, stop_ids)
+    run.notes += data_warnings.notes_on_template(run, run.raw_rows, stop_ids)
     limit = getattr(config, "max_position_embeddings", None) or math.inf
     if run.train_rows is not None and run.max_length() > limit:
         flag = "--max_token_length" if run.trains_reward_model() else "--response_length"
@@ -793,7 +798,7 @@ def check_reward(run):
                 executor.shutdown()
     judged = [row for row in prompts if row.data_source in sources]
     texts = {row.origin: answer_in(row.ground_truth) for row in judged}
-    lost = odd_data.notes_on_characters(run.tokenizer, "ground truth", texts)
+    lost = data_warnings.notes_on_characters(run.tokenizer, "ground truth", texts)
     run.notes += [f"{note}: no response can have it" for note in lost]
 
 

@@ -22,10 +22,10 @@ import sys
 import textwrap
 from pathlib import Path
 
-import paths
-from provenance import repo_of
+from internal import model_paths
+from internal.provenance import repo_of
+from internal.run_files import read_args, read_metrics
 from requests.utils import get_netrc_auth
-from run_files import read_args, read_metrics
 
 BESIDES = ("curves.png", "args.json", "metrics.jsonl")  # what goes up besides the model
 SILENCE = 60  # seconds that the hub may say nothing; the client would wait for ever
@@ -81,7 +81,7 @@ def is_of_the_hub(name: str | None) -> bool:
     [True, False, False, False]
     """
     is_file = str(name).endswith((".parquet", ".jsonl", ".json"))
-    return name is not None and not is_file and paths.may_be_on_the_hub(name)
+    return name is not None and not is_file and model_paths.may_be_on_the_hub(name)
 
 
 def method_of(args: dict) -> str:

@@ -22,15 +22,15 @@ from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
 
-import health
 import inspect_run as inspect
 import plot_runs as plots
 from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
-from run_files import is_right, read_lines, read_metrics, read_rollouts
+from internal import warning_signs
+from internal.run_files import is_right, read_lines, read_metrics, read_rollouts
 from tokenizers import Tokenizer
 
-PAGE, DOCS = Path(__file__).parent / "page", Path(__file__).parent.parent / "docs"
+PAGE, DOCS = Path(__file__).parent / "internal/report_page", Path(__file__).parent.parent / "docs"
 FILES = ("uPlot.min.css", "page.css"), ("uPlot.iife.min.js", "page.js")
 # Bytes of the page; of its curves and answers at most. Rollouts take what is left
 MOST, MOST_CURVES, MOST_ANSWERS = 5_900_000, 1_200_000, 1_500_000
@@ -41,15 +41,15 @@ DETAILS = (6000, 2000, 99), (2000, 400, 10), (500, 80, 3)
 
 
 def verdicts(metrics: list[dict], args: dict, first_rows: list[dict]) -> list[dict]:
-    """The questions of health.py, with a run's figures and what is ill."""
+    """The questions of warning_signs.py, with a run's figures and what is ill."""
     ill = defaultdict(list)
-    for ask, said, failure in health.illnesses(metrics, args, first_rows):
-        heading, wrong = health.FAILURES.get(failure, ("", ""))
+    for ask, said, failure in warning_signs.illnesses(metrics, args, first_rows):
+        heading, wrong = warning_signs.FAILURES.get(failure, ("", ""))
         slug = heading.lower().replace(" ", "-")
-        link = f"{(DOCS / 'failures.md').resolve().as_uri()}#{slug}" if heading else ""
+        link = f"{(DOCS / 'bug_gallery.md').resolve().as_uri()}#{slug}" if heading else ""
         ill[ask].append([said, link, heading and f"{heading}: {wrong}"])
     shown = []
-    for question in health.QUESTIONS:
+    for question in warning_signs.QUESTIONS:
         figures = []
         for name in question.metrics:
             values = [f"{line[name]:.3g}" for line in metrics if line.get(name) is not None]
@@ -229,8 +229,8 @@ def make_page(run_dirs: list[Path]) -> bytes:
         "runs": [describe_run(*each, points) for each in zip(runs, run_dirs, strict=True)],
         "table": "\n".join(plots.lines_of_table(runs)) if len(runs) > 1 else "",
         "panels": [[panel.title, panel.metrics] for panel in plots.panels_of(runs)],
-        "meanings": health.METRICS,
-        "tried": health.TRIED,
+        "meanings": warning_signs.METRICS,
+        "tried": warning_signs.TRIED,
         **answers_of(run_dirs, runs, MOST_ANSWERS),
     }
     style, script = (b"".join((PAGE / each).read_bytes() for each in files) for files in FILES)

@@ -147,7 +147,7 @@ fi
 pip uninstall -qy $unused 2>/dev/null || true
 if [ "$requirements" = requirements-cpu.txt ] && [ "$(uname -sm)" = "Linux x86_64" ] &&
   ! "$venv/bin/python" -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null; then
-  "$venv/bin/python" scripts/dev/make_libnuma_stub.py
+  "$venv/bin/python" scripts/internal/make_libnuma_stub.py
   echo "Set-up: libnuma is not installed, so vLLM does not keep memory on one socket: apt-get install libnuma1"
 fi
 "$venv/bin/python" -c 'import accelerate, datasets, torch, transformers, tyro' || fail "the packages do not import; see above"

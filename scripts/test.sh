@@ -19,7 +19,7 @@ if [ ${#missing[@]} -gt 0 ]; then
   fi
 fi
 bash scripts/setup.sh
-.venv/bin/python scripts/dev/make_debug_assets.py
+.venv/bin/python scripts/train/debug/make_debug_assets.py
 if [ "${1:-}" = fast ]; then
   shift
   set -- -m "not slow" "$@"

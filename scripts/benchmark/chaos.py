@@ -34,7 +34,7 @@ import uuid
 from pathlib import Path
 
 import psutil
-from run import REPO, debug_command, flags_of, make_debug_assets, read_lines
+from debug_runs import REPO, debug_command, flags_of, make_debug_assets, read_lines
 
 COMMANDS = ("ppo_sync", "ppo", "grpo")  # of scripts/train/debug
 ACCELERATE = ("-m", "accelerate.commands.launch", "--quiet", "--config_file")

@@ -5,12 +5,13 @@
     # write the task, and print the commands; the last one has check_sampler off
     python scripts/benchmark/failures.py temperature --show
 
-A bug is a diff of a few lines, scripts/failures/NAME.diff; docs/failures.md tells where it is from.
-FAILURES says on which task it is seen, by which metric. The runs are those of the debug commands,
-or of a small task where sorting digits cannot show it (scripts/failures/tasks.py): the script as it
-is ("right"); with the diff; and without checks, if check_sampler has ended that. The mean of the
-metric over its steps is shown, and of the scores of the last five steps. output/failures.jsonl gets
-their lines, as docs/failures.jsonl has them; `sources` stands for the diff and the task.
+A bug is a diff of a few lines, scripts/forks/bugs/NAME.diff; docs/bug_gallery.md tells where it is
+from. FAILURES says on which task it is seen, by which metric. The runs are those of the debug
+commands, or of a small task where sorting digits cannot show it (scripts/failures/tasks.py): the
+script as it is ("right"); with the diff; and without checks, if check_sampler has ended that. The
+mean of the metric over its steps is shown, and of the scores of the last five steps.
+output/failures.jsonl gets their lines, as docs/data/failures.jsonl has them; `sources` stands for
+the diff and the task.
 """
 
 import argparse
@@ -26,9 +27,9 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from run import REPO, call_main, debug_command, make_debug_assets, rounded, run
+from debug_runs import REPO, call_main, debug_command, make_debug_assets, rounded, run
 
-sys.path += [str(REPO / "scripts" / folder) for folder in (".", "failures", "dev")]
+sys.path += [str(REPO / "scripts" / folder) for folder in (".", "failures", "train/debug")]
 import fork
 
 RESULTS = REPO / "output/failures.jsonl"
@@ -135,8 +136,10 @@ def runs_of(name, seed):
 
 
 def hash_of(names):
-    """A hash of some files of scripts/failures; of diffs the lines that they change."""
-    texts = [(REPO / "scripts/failures" / name).read_text("utf-8") for name in names]
+    """A hash of diffs and of what is beside the REWARDS; of diffs the lines that they change."""
+    folders = {".diff": fork.FAILURES, ".py": (REPO / REWARDS).parent}
+    paths = [folders[Path(name).suffix] / name for name in names]
+    texts = [path.read_text("utf-8") for path in paths]
     for i, text in enumerate(texts):
         if text.startswith("diff "):
             texts[i] = re.findall(r"^[-+](?![-+]{2} ).*", text, re.MULTILINE)

@@ -24,8 +24,8 @@ from unittest import mock
 
 import fits
 import learner
-import plan
 import torch
+from internal import resource_plan as plan
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker

@@ -1,4 +1,4 @@
-"""Which model fits on which GPUs: the tables of README and docs/scaling.md, by plan.py.
+"""Which model fits on which GPUs: the tables of README and docs/scaling.md, by resource_plan.py.
 
     python scripts/benchmark/fits.py
 
@@ -15,8 +15,8 @@ from pathlib import Path
 sys.path.extend(str(folder) for folder in Path(__file__).resolve().parents[1:3])
 
 import fork
-import plan
 import preflight
+from internal import resource_plan as plan
 from shapes import SHAPES, models_of
 
 PROMPT, RESPONSE = 512, 1024

@@ -47,8 +47,8 @@ from torch.utils.flop_counter import flop_registry
 
 sys.path.extend(str(folder) for folder in Path(__file__).resolve().parents[1:3])
 
-import plan
 from accelerate import Accelerator
+from internal import resource_plan as plan
 from shapes import config_of
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 

@@ -18,7 +18,7 @@ from unittest import mock
 
 import numpy as np
 import torch
-from run import REPO
+from debug_runs import REPO
 from transformers import AutoModelForCausalLM
 
 sys.path.insert(0, str(REPO))

@@ -9,18 +9,16 @@ RUN is any run of a model with these tokens; NAME is what evaluate.py has writte
 test of 2510.26788, for another model than theirs: 40 answers, and from 20 to 80% of them right.
 """
 
-import sys
-
-if sys.path[0].endswith("data_preprocess"):  # whose math.py would be taken for Python's own
-    sys.path[0] += "/.."
-
 import argparse
+import sys
 from collections import defaultdict
 from pathlib import Path
 
-from preprocessing import write_splits
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+from common import write_splits
+from internal.run_files import is_right, read_lines
 from pyarrow import parquet
-from run_files import is_right, read_lines
 
 
 def keep(rows: list[dict], answers: list[dict], least: float, most: float) -> list[dict]:

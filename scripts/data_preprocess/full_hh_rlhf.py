@@ -15,15 +15,10 @@ prompts being messages:
   sft  prompt, response (the chosen one)
 """
 
-import sys
-
-if sys.path[0].endswith("data_preprocess"):  # whose math.py would be taken for Python's own
-    sys.path[0] += "/.."
-
 import functools
 import re
 
-from preprocessing import main, options, text_of
+from common import main, options, text_of
 
 HUB = ("Dahoas/full-hh-rlhf",)
 

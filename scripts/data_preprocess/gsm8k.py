@@ -9,14 +9,9 @@ Writes a file for each split that there is (train.parquet, test.parquet). The gr
 number after "####".
 """
 
-import sys
-
-if sys.path[0].endswith("data_preprocess"):  # whose math.py would be taken for Python's own
-    sys.path[0] += "/.."
-
 import re
 
-from preprocessing import main, options, text_of
+from common import main, options, text_of
 
 HUB = ("openai/gsm8k", "main")  # name and configuration
 INSTRUCTION = 'Think step by step, and write the final answer after "####".'

@@ -10,14 +10,9 @@ the index of the right ending, from 0. The hub's test split has no labels: none 
 use.
 """
 
-import sys
-
-if sys.path[0].endswith("data_preprocess"):  # whose math.py would be taken for Python's own
-    sys.path[0] += "/.."
-
 import re
 
-from preprocessing import main, options, text_of
+from common import main, options, text_of
 
 HUB = ("Rowan/hellaswag",)
 INSTRUCTION = (

@@ -9,17 +9,12 @@ here, with no download and no chance: the same files every time. Topics of test.
 prompt of train.parquet.
 """
 
-import sys
-
-if sys.path[0].endswith("data_preprocess"):  # whose math.py would be taken for Python's own
-    sys.path[0] += "/.."
-
 import argparse
 import itertools
 import json
 from pathlib import Path
 
-from preprocessing import write_splits
+from common import write_splits
 
 TASKS = [
     "Describe {}.",

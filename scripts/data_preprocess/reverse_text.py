@@ -6,12 +6,7 @@
 Writes a file for each split that there is. The reward: scripts/rewards/yardsticks.py:reverse_text.
 """
 
-import sys
-
-if sys.path[0].endswith("data_preprocess"):  # whose math.py would be taken for Python's own
-    sys.path[0] += "/.."
-
-from preprocessing import main, options, text_of
+from common import main, options, text_of
 
 HUB = ("PrimeIntellect/Reverse-Text-RL",)
 SYSTEM = "Reverse the text character-by-character. Put your answer in <reversed_text> tags."

@@ -10,12 +10,7 @@ scripts/rewards/trl_rewards.py takes it. The answer becomes the ground truth, wh
 tries as a response; where no column has one, any column will do.
 """
 
-import sys
-
-if sys.path[0].endswith("data_preprocess"):  # whose math.py would be taken for Python's own
-    sys.path[0] += "/.."
-
-from preprocessing import main, options
+from common import main, options
 
 FOR_THE_TEMPLATE = ("tools", "chat_template_kwargs")
 

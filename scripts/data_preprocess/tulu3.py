@@ -9,12 +9,7 @@ Writes train.parquet and test.parquet. The dataset has one split; every 60th row
 The reward is scripts/rewards/graders.py:compute_score.
 """
 
-import sys
-
-if sys.path[0].endswith("data_preprocess"):  # whose math.py would be taken for Python's own
-    sys.path[0] += "/.."
-
-from preprocessing import main, options, text_of
+from common import main, options, text_of
 
 HUB = ("allenai/RLVR-GSM-MATH-IF-Mixed-Constraints",)
 HELD_OUT = 60  # one row in so many

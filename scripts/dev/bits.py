@@ -27,7 +27,7 @@ from pathlib import Path
 sys.path += [str(Path(__file__).resolve().parents[1] / name) for name in ("benchmark", "")]
 
 import fork
-from run import REPO, read_lines, run
+from debug_runs import REPO, read_lines, run
 from safetensors.torch import load_file
 
 SCRIPTS = ("ppo_sync.py", "ppo_vllm_async.py", "grpo_vllm_async.py")

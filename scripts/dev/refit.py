@@ -1,4 +1,4 @@
-"""Makes the diffs of scripts/forks, failures and deletions again, after a change of a script.
+"""Makes the diffs below scripts/forks again, after a change of a script.
 
     .venv/bin/python scripts/dev/refit.py               a script differs from the last commit
     .venv/bin/python scripts/dev/refit.py HEAD~3 main   or from other commits, which the diffs fit
@@ -6,8 +6,8 @@
 A diff that does not fit any more is merged with the change of its script, three ways. If both have
 changed the same lines, the merged fork is left as NAME.diff.conflict.py. Edit that file, as after a
 `git merge`, until it is the fork that you want, and run the same command again: it makes the diff
-of the file, and removes it. A change of docs/fork.md that does not fit any more is printed, so that
-you can edit the page. The exit status is 1 while something is left to do.
+of the file, and removes it. A change of docs/changing_a_script.md that does not fit any more is
+printed, so that you can edit the page. The exit status is 1 while something is left to do.
 """
 
 import contextlib
@@ -75,8 +75,8 @@ def refit(path, commits, folder):
 
 
 def check_page():
-    """Yields what is said of changes of docs/fork.md that do not fit their scripts."""
-    page = (fork.REPO / "docs/fork.md").read_text("utf-8")
+    """Yields what is said of changes of docs/changing_a_script.md that do not fit their scripts."""
+    page = (fork.REPO / "docs/changing_a_script.md").read_text("utf-8")
     for part in page.split("n a copy of ")[1:]:
         for name in re.findall(r"`(\w+\.py)`", part.partition(":")[0]):
             script = (fork.REPO / name).read_text("utf-8")
@@ -84,12 +84,12 @@ def check_page():
                 try:
                     fork.changes_in(f"@@ \n{diff}", script)
                 except ValueError as error:
-                    yield f"docs/fork.md: a change does not fit {name}: {error}"
+                    yield f"docs/changing_a_script.md: a change does not fit {name}: {error}"
 
 
 def main(commits):
     left = [*check_page()]
-    for path in sorted(fork.REPO.glob("scripts/*/*.diff")):
+    for path in sorted(fork.REPO.glob("scripts/forks/**/*.diff")):
         try:
             with tempfile.TemporaryDirectory() as folder:
                 refit(path, commits, Path(folder))

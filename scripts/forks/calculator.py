@@ -8,9 +8,9 @@ makes model and data, in half a minute on a CPU core. scripts/train/debug/multit
 shown what to answer. It starts from demonstrations: first of how one asks and copies, then of many
 who guess and a few who ask. What it has to learn from a 0/1 reward is that asking pays.
 
-The model is a Qwen2 of 0.1 M parameters over characters, as in scripts/dev/make_debug_assets.py,
-with one more token. The same settings give the same bytes; where settings.json matches, nothing is
-done.
+The model is a Qwen2 of 0.1 M parameters over characters, as in
+scripts/train/debug/make_debug_assets.py, with one more token. The same settings give the same
+bytes; where settings.json matches, nothing is done.
 """
 
 import argparse
@@ -23,7 +23,7 @@ import sys
 import time
 from pathlib import Path
 
-DEV = Path(__file__).resolve().parent.parent / "dev"
+DEBUG = Path(__file__).resolve().parent.parent / "train/debug"
 SETTINGS = {
     "seed": 1,
     "held_out": 500,
@@ -159,7 +159,7 @@ def main():
     import torch
     import transformers
 
-    sys.path.insert(0, str(DEV))
+    sys.path.insert(0, str(DEBUG))
     from make_debug_assets import make_model, make_tokenizer
 
     transformers.utils.logging.disable_progress_bar()

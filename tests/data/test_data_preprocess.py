@@ -40,7 +40,7 @@ ROWS = {
         ((" ", "#### 4"), "no text in `question`"),
         *((("How?", answer), NUMBER) for answer in ("####", "5", "#### 1/2", "#### 5 #### x")),
     ],
-    "math": [
+    "math_dataset": [
         ("problem solution", None),
         (("What is $1/4+1/4$?", r"Not $\boxed{1}$, but $\boxed{\frac{1}{2}}$."), r"\frac{1}{2}"),
         (("Which set?", r"It is \boxed {\left\{1, \{2\}\\}, you {see}."), r"\left\{1, \{2\}\\"),
@@ -69,7 +69,7 @@ ROWS = {
 # The first row's prompt; the program's last word to the model
 ASKED = {
     "gsm8k": ("How many beans? Think", '"####".'),
-    "math": ("What is $1/4+1/4$? Think", r"put the final answer in \boxed{}."),
+    "math_dataset": ("What is $1/4+1/4$? Think", r"put the final answer in \boxed{}."),
     "hellaswag": (f"Cooking: How to cook. Start. she\n\n{CHOICES}\n\nWhich ending", '"####".'),
     "full_hh_rlhf": ("Hello", "Tell me: Human: or not?"),
 }
@@ -101,7 +101,6 @@ def preprocess(tmp_path, monkeypatch, capfd):
             runpy.run_path(str(FOLDER / f"{name}.py"), run_name="__main__")
         except SystemExit as stop:
             status = stop.code
-        assert str(FOLDER) not in sys.path  # whose math.py would be taken for Python's own
         captured = capfd.readouterr()
         return status, captured.out.splitlines(), captured.err.splitlines()
 
@@ -256,7 +255,7 @@ def test_half_an_emoji_costs_its_row_and_windows_mark_and_dates_nothing(convert,
     rows, said = convert("gsm8k", [half, whole])
     assert said.endswith("1 dropped (1: half a character, which no file can hold)")
     assert rows[0]["prompt"][0]["content"].startswith("How 😞é?")
-    read_rows = runpy.run_path(str(REPO / "scripts" / "preprocessing.py"))["read_rows"]
+    read_rows = runpy.run_path(str(REPO / "scripts/data_preprocess/common.py"))["read_rows"]
     path, row = tmp_path / "marked.jsonl", {"question": "2020-01-01"}
     path.write_text(json.dumps(row), encoding="utf-8-sig")
     assert read_rows(path) == [row]

@@ -1,4 +1,4 @@
-"""docs/fork.md, "What can be deleted": each set of parts leaves a script that works as before."""
+"""docs/changing_a_script.md, "What can be deleted": any parts may go, and the rest still works."""
 
 import itertools
 import re

@@ -1,4 +1,4 @@
-"""scripts/failures, and the program that shows them; docs/failures.md tells of each."""
+"""scripts/forks/bugs, and the program that shows them; docs/bug_gallery.md tells of each."""
 
 import ast
 import re
@@ -13,7 +13,7 @@ from helpers.files import read_json_lines
 
 NAMES = list(failures.FAILURES)
 each = pytest.mark.parametrize("name", NAMES)
-PAGE = (REPO / "docs" / "failures.md").read_text()
+PAGE = (REPO / "docs" / "bug_gallery.md").read_text()
 
 
 @each
@@ -23,13 +23,13 @@ def test_diff_is_a_few_lines_of_the_script_and_has_its_section(name, tmp_path):
     assert fork.base_of(diff) == script
     fork.write_fork(name, tmp_path / script, is_bug=True)
     text = (tmp_path / script).read_text()
-    assert text.startswith(f"# A deliberate bug, to learn from: {name} (docs/failures.md)\n")
+    assert text.startswith(f"# A deliberate bug, to learn from: {name} (docs/bug_gallery.md)\n")
     docstring = ast.get_docstring(ast.parse((REPO / script).read_text()))
     assert ast.get_docstring(ast.parse(text)) == docstring  # --help shows it
     changed = [line for line in diff.splitlines() if re.match(r"[-+](?![-+]{2} )", line)]
     assert 0 < len(changed) <= 16
     section = PAGE.split("\n### ")[1:][NAMES.index(name)]
-    assert re.findall(r"failures/(\w+)\.diff", section) == [name]
+    assert re.findall(r"bugs/(\w+)\.diff", section) == [name]
     assert "](https://" in section  # the thread that it is from
     assert len(NAMES) == len(fork.names_in(fork.FAILURES)) == 11
 
@@ -37,7 +37,7 @@ def test_diff_is_a_few_lines_of_the_script_and_has_its_section(name, tmp_path):
 @each
 def test_row_of_the_page_is_of_the_recorded_runs_and_tells(name):
     """A diff, a task or a flag of the debug commands that changes asks for new runs."""
-    recorded, failure = read_json_lines(REPO / "docs/failures.jsonl"), failures.FAILURES[name]
+    recorded, failure = read_json_lines(REPO / "docs/data/failures.jsonl"), failures.FAILURES[name]
     right, wrong, ended = [], [], set()
     for seed in (1, 2, 3):
         runs = failures.runs_of(name, seed)

@@ -1,4 +1,4 @@
-"""docs/fork.md: its diffs apply to copies of the scripts, which then run and do what it says.
+"""docs/changing_a_script.md: its diffs apply to copies of the scripts, which do what it says.
 
 Of scripts/forks here is what all have in common; each has a file of tests of its own.
 """
@@ -30,7 +30,7 @@ from helpers.runs import without_clock
 
 import grpo_vllm_async as grpo
 
-PAGE = (REPO / "docs" / "fork.md").read_text()
+PAGE = (REPO / "docs" / "changing_a_script.md").read_text()
 HEADINGS = re.findall(r"^### (.+)$", PAGE, re.MULTILINE)
 each_script = pytest.mark.parametrize("script", ASYNC)
 
@@ -347,7 +347,7 @@ def test_diff_is_made_again_after_a_change_of_its_script(tmp_path, monkeypatch, 
     hunk = "@@ -20,4 +20,4 @@\n line 19\n line 20\n-line 21\n+mine\n line 22\n"
     diff = write_text(tmp_path / "scripts/forks/mine.diff", head + hunk)
     change = "```diff\n line 2\n+more\n```\n"
-    write_text(tmp_path / "docs/fork.md", f"In a copy of `script.py`: more.\n{change}")
+    write_text(tmp_path / "docs/changing_a_script.md", f"In a copy of `script.py`: more.\n{change}")
     git = ["git", "-C", tmp_path, "-c", "user.name=a", "-c", "user.email=a@example.org"]
     for words in ("init -q", "add .", "commit -q -m first"):
         subprocess.run([*git, *words.split()], check=True)
@@ -369,7 +369,7 @@ def test_diff_is_made_again_after_a_change_of_its_script(tmp_path, monkeypatch, 
     assert refit.main(["HEAD"]) == 0
     assert program.apply_diffs([diff]) == mine and not conflict.exists()
     script.write_text(script.read_text().replace("line 2\n", ""))
-    assert refit.main(["HEAD"]) == 1 and "docs/fork.md" in capsys.readouterr().out
+    assert refit.main(["HEAD"]) == 1 and "docs/changing_a_script.md" in capsys.readouterr().out
 
 
 def test_debug_script_writes_its_fork_anew_but_not_over_changes(tmp_path):

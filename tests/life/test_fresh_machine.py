@@ -7,10 +7,10 @@ import shutil
 import subprocess
 import sys
 
-import make_libnuma_stub
 import pytest
 from helpers import REPO
 from helpers.files import write_text
+from internal import make_libnuma_stub
 
 PACKAGES = {package.name for package in importlib.metadata.distributions()}
 

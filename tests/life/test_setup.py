@@ -152,7 +152,7 @@ def test_machine_that_lacks_something_is_told_what(
         (uninstall,) = [call for call in calls if " uninstall " in call]
         assert uninstall.endswith(f" torchcodec{of_cpus}")
         assert (LIBNUMA in result.stdout) == (told == LIBNUMA)
-        assert ("python scripts/dev/make_libnuma_stub.py" in calls) == (told == LIBNUMA)
+        assert ("python scripts/internal/make_libnuma_stub.py" in calls) == (told == LIBNUMA)
 
 
 CPU = "-r requirements-cpu.txt"

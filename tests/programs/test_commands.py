@@ -18,12 +18,12 @@ from pathlib import Path
 
 import datasets
 import fork
-import plan
 import preflight
 import pytest
 import tyro
 from helpers import GRPO, PAGES, REPO, SCRIPTS, TRAINER, modules
 from helpers.files import read_json_lines, write_rows, write_text
+from internal import resource_plan as plan
 from preflight_cases import call_rewards_here
 from test_report import byte_tokenizer
 from transformers import AutoConfig
@@ -276,6 +276,7 @@ def test_what_a_recipe_launches_passes_the_preflight_and_is_what_it_says(
     for _, program, *words in notes:
         if "data_preprocess" in program:
             monkeypatch.setattr(sys, "argv", [program, *words])
+            monkeypatch.syspath_prepend((REPO / program).parent)  # as Python starts a program
             runpy.run_path(str(REPO / program), run_name="__main__")
     trained = folder / "output" / "hh_reward_model" / "model"
 

@@ -178,7 +178,9 @@ def test_before_and_after_are_one_command(faked_run, assets):
     assert "leave --model out" in call(faked_run, "--before", "--model", assets / "model")
 
 
-def test_rows_that_are_sometimes_right_are_found_by_their_numbers(faked_run, small_eval, tmp_path):
+def test_rows_that_are_sometimes_right_are_found_by_their_numbers(
+    faked_run, small_eval, tmp_path, monkeypatch
+):
     """A dropped row's text may be part of another one's, and two rows may be equal."""
     first, second, *rest = script.load_rows(str(small_eval), None, None)[:4]
     (digits,) = [message["content"] for message in second["prompt"]]
@@ -192,7 +194,9 @@ def test_rows_that_are_sometimes_right_are_found_by_their_numbers(faked_run, sma
     change_args(faked_run, eval_dataset=str(path), num_eval_prompts=0)
     call(faked_run, "--samples", 2)
     _, answers = evaluation_in(faked_run)
-    program = runpy.run_path(str(REPO / "scripts/data_preprocess/by_success.py"))
+    path = REPO / "scripts/data_preprocess/by_success.py"
+    monkeypatch.syspath_prepend(path.parent)  # as Python starts a program
+    program = runpy.run_path(str(path))
     kept = program["keep"](rows, answers, 0.5, 0.5)
     assert [row["extra_info"]["index"] for row in kept] == [1, 3, 4, 5, 6, 7]
 

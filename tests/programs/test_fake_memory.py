@@ -2,8 +2,8 @@
 
 import fake_memory
 import fits
-import plan
 import pytest
+from internal import resource_plan as plan
 
 
 @pytest.mark.parametrize("file", ["ddp.yaml", "fsdp2.yaml"])

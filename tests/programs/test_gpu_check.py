@@ -9,12 +9,12 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 
-import gpu_check
 import pytest
 import torch
 from helpers import REPO
 from helpers.files import write_text
 from helpers.processes import environment, wait_until
+from internal import gpu_check
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def test_command_writes_all_output_to_one_file(tmp_path):
     *lines, last = done.stdout.splitlines()
     assert last == f"All of this is in output/{report.name}"
     assert report.read_text().splitlines() == lines[1:]  # the first is from before it
-    assert "runs scripts/benchmark/gpu_check.py sync" in lines and "an error" in lines
+    assert "runs scripts/internal/gpu_check.py sync" in lines and "an error" in lines
 
 
 def test_parts_are_chosen_by_how_they_begin_and_need_a_gpu(check, monkeypatch):

@@ -1,4 +1,4 @@
-"""scripts/provenance.py and scripts/push_to_hub.py, with a stand-in for the hub's client."""
+"""internal/provenance.py and push_to_hub.py of scripts/, with a stand-in for the hub's client."""
 
 import hashlib
 import json
@@ -9,15 +9,15 @@ from unittest.mock import Mock
 
 import huggingface_hub
 import preflight
-import provenance
 import push_to_hub
 import pytest
 from helpers import REPO
 from helpers.files import write_text
 from helpers.processes import environment
 from helpers.programs import call_main
+from internal import provenance
 
-PROVENANCE = REPO / "scripts" / "provenance.py"
+PROVENANCE = REPO / "scripts/internal/provenance.py"
 COMMAND = ["accelerate", "launch", "ppo_sync.py", "--run_name", "a run", "--lr", "3e-7"]
 ARGS = {"exp_name": "ppo_sync", "run_name": "run", "seed": 7, "value_learning_rate": 1e-5}
 ARGS |= {"model_name_or_path": "Qwen/Qwen2.5-0.5B", "response_length": 512}

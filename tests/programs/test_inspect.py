@@ -6,10 +6,10 @@ from itertools import product
 
 import inspect_run
 import pytest
-import run_files
 from helpers.files import write_rows, write_text
 from helpers.programs import call_main
 from inspect_run import RATE, SCORE
+from internal import run_files
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 # Of a step with 4 s of training, without waits; and of a batch that took as long

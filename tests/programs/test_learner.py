@@ -5,11 +5,11 @@ import json
 import fake_memory
 import fits
 import learner
-import plan
 import pytest
 import torch
 import transformers
 from helpers import rollouts
+from internal import resource_plan as plan
 from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM

@@ -1,12 +1,12 @@
-"""scripts/odd_data.py, and what the preflight tries of a reward, with texts of any characters."""
+"""scripts/internal/data_warnings.py, and what the preflight tries of a reward."""
 
 import json
 import re
 from types import SimpleNamespace
 
-import odd_data
 import preflight
 import pytest
+from internal import data_warnings
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -81,9 +81,9 @@ def test_what_the_template_leaves_out_is_told_and_nothing_else(left_out):
     body = "|".join(text for name, text in WRITERS.items() if name != left_out)
     tokenizer = byte_tokenizer("{% for m in messages %}<{{ m.role }}>" + body + "{% endfor %}")
     later = FULL | {"tools": None}  # a row of another kind
-    notes = odd_data.notes_on_traces(make_run(tokenizer), "d.jsonl", [later, FULL])
+    notes = data_warnings.notes_on_traces(make_run(tokenizer), "d.jsonl", [later, FULL])
     if left_out in ("message of the 'system'", "message of the 'user'"):
-        with pytest.raises(odd_data.Mistake, match=f"leaves out the {left_out}"):
+        with pytest.raises(data_warnings.Mistake, match=f"leaves out the {left_out}"):
             list(notes)
         return
     assert [left_out in note for note in notes] == [True] * (left_out is not None)
@@ -95,10 +95,10 @@ def test_prompt_that_ends_in_a_space_is_noted_as_the_model_reads_it():
     for text, is_noted in (("A: ", True), ("A:\t", True), ("A:\n", False), ("A:", False)):
         tokenizer = byte_tokenizer("{{ messages[0].content }}")
         rows = [{"prompt": text}, {"prompt": asked}]
-        notes = list(odd_data.notes_on_ends(make_run(tokenizer), "d", rows))
+        notes = list(data_warnings.notes_on_ends(make_run(tokenizer), "d", rows))
         assert ["row 0, and so 1 of 2" in note for note in notes] == [True] * is_noted
     tokenizer = byte_tokenizer("{{ messages[0].content }}\nAnswer: ")
-    (note,) = odd_data.notes_on_ends(make_run(tokenizer), "d", [{"prompt": asked}])
+    (note,) = data_warnings.notes_on_ends(make_run(tokenizer), "d", [{"prompt": asked}])
     assert "1 of 1 that were tried: the prompt ends in a space" in note
 
 

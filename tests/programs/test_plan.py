@@ -1,14 +1,14 @@
-"""The arithmetic of the preflight's plan, scripts/plan.py."""
+"""The arithmetic of the preflight's plan, scripts/internal/resource_plan.py."""
 
 import math
 
 import fits
-import plan
 import preflight_cases as cases
 import pytest
 import torch
 import transformers
-from plan import GIB
+from internal import resource_plan as plan
+from internal.resource_plan import GIB
 from torch.distributed import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 

@@ -19,7 +19,6 @@ from unittest import mock
 
 import fork
 import huggingface_hub
-import paths
 import preflight
 import preflight_cases as cases
 import pytest
@@ -31,6 +30,7 @@ from helpers import GRPO, LORA, REPO, SCRIPTS, modules
 from helpers.files import write_rows, write_text
 from helpers.loops import options_of
 from helpers.processes import environment
+from internal import model_paths
 
 import ppo_vllm_async
 
@@ -163,7 +163,9 @@ def test_each_part_tells_its_first_mistake_after_the_plan(ask):
 @pytest.mark.parametrize("flag", ["dataset", "eval_dataset", "chat_template"])
 def test_pointer_of_git_lfs_is_named_by_its_flag(flag, ask, folder):
     for number, ending in enumerate((".jsonl", ".parquet", ".jinja", "/a/b.jsonl")):
-        path = write_text(folder / f"{number}{ending}", f"{paths.POINTER.decode()}.com/spec/v1\n")
+        path = write_text(
+            folder / f"{number}{ending}", f"{model_paths.POINTER.decode()}.com/spec/v1\n"
+        )
         if "/" in ending:
             path = folder / str(number) if "dataset" in flag else path
         check_mistake(ask("ppo_sync.py", {flag: path}), f"--{flag} {path}: | a pointer of git-lfs")
@@ -174,7 +176,7 @@ FLAGS_OF_MODELS += ["value_model_path"]
 HARMS = {
     "cut short": lambda file: file.write_bytes(file.read_bytes()[:-9]),
     "half is there": lambda file: file.write_bytes(file.read_bytes()[: file.stat().st_size // 2]),
-    "pointer": lambda file: file.write_bytes(paths.POINTER + b".github.com/spec/v1\n"),
+    "pointer": lambda file: file.write_bytes(model_paths.POINTER + b".github.com/spec/v1\n"),
     "broken link": lambda file: file.unlink() or file.symlink_to("blobs/0123"),
 }
 
@@ -194,15 +196,15 @@ def test_model_with_a_damaged_file_is_told_once_and_by_its_flag(flag, harm, ask)
 
 def test_whole_files_are_not_called_damaged(assets, folder):
     rows = write_rows(folder / "rows.parquet", [cases.ROW])
-    assert paths.trouble_with_files(*(assets / "model").iterdir(), rows) == ""
+    assert model_paths.trouble_with_files(*(assets / "model").iterdir(), rows) == ""
     rows.write_bytes(rows.read_bytes()[:-1])
-    assert "rows.parquet is cut short" in paths.trouble_with("dataset", str(rows))
+    assert "rows.parquet is cut short" in model_paths.trouble_with("dataset", str(rows))
 
 
 def test_model_below_the_folder_is_found(assets, folder):
     for below in ("model", "checkpoint-9", "checkpoint-10", "a--b/snapshots/0123", "snapshots/0"):
         shutil.copytree(assets / "model", folder / "run" / below)
-        said = paths.trouble_with("model_name_or_path", str(folder / "run"))
+        said = model_paths.trouble_with("model_name_or_path", str(folder / "run"))
         assert said.endswith("its model is in " + str(folder / "run/model")) == (below == "model")
         shutil.rmtree(folder / "run" / "model", ignore_errors=True)
     assert said.endswith("run/checkpoint-10")
@@ -530,7 +532,7 @@ def test_rewards_and_environments_run_in_a_process(ask, folder, write_fork):
     mine = program_of("rewards.md", r"    # my_rewards.py\n((?:    [^\n]*\n)+)")
     write_text(folder / "my_rewards.py", mine)
     check_plan(ask("ppo_sync.py", reward_fn="my_rewards.py:score"), "a wrong answer 0")
-    step = program_of("forks.md", r"```python\n(def step.*?)```")
+    step = program_of("ready_made_forks.md", r"```python\n(def step.*?)```")
     write_text(folder / "tools.py", f"import re\n\n\n{step}")
     path, before = write_fork("multiturn"), threading.enumerate()
     check_mistake(ask(path, env_fn="tools.py:walk", max_turns=2), "no attribute 'walk'")
@@ -562,12 +564,12 @@ def test_script_and_reward_import_their_own_neighbours(folder):
     """Of names that modules beside the preflight have. Python leaves nothing beside them."""
     text = (REPO / "ppo_sync.py").read_text()
     first = "import contextlib"
-    text = text.replace(first, f"import provenance; assert provenance.IS_MINE\n{first}", 1)
+    text = text.replace(first, f"import internal; assert internal.IS_MINE\n{first}", 1)
     write_text(folder / "mine" / "my.fork.py", text)
-    write_text(folder / "mine" / "provenance.py", "IS_MINE = True\n")
-    write_text(folder / "rewards" / "plan.py", "SCORE = 0.75\n")
-    call = "def f(solution_str, ground_truth): return plan.SCORE * (solution_str == ground_truth)\n"
-    write_text(folder / "rewards" / "random.py", f"import plan\n{call}")
+    write_text(folder / "mine" / "internal.py", "IS_MINE = True\n")
+    write_text(folder / "rewards" / "fork.py", "SCORE = 0.75\n")
+    call = "def f(solution_str, ground_truth): return fork.SCORE * (solution_str == ground_truth)\n"
+    write_text(folder / "rewards" / "random.py", f"import fork\n{call}")
     options = cases.good_options(folder, "ppo_sync.py") | {"reward_fn": "rewards/random.py:f"}
     launch = {"config_file": cases.ONE_GPU, "num_gpus": 0}
     words = [*cases.words_of(launch), "mine/my.fork.py", *cases.words_of(options)]

@@ -6,13 +6,13 @@ import re
 import shlex
 from itertools import pairwise, product
 
-import health
 import pytest
 import report
 import torch
 from helpers import REPO
 from helpers.files import write_rows, write_text
 from helpers.programs import call_main
+from internal import warning_signs
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import ppo_sync as ppo
@@ -103,7 +103,7 @@ RIGHT = "verifiable_correct_rate"
 
 
 def ill(metrics, rows=(), **arguments):
-    return [each[1:] for each in health.illnesses(metrics, ARGS | arguments, rows)]
+    return [each[1:] for each in warning_signs.illnesses(metrics, ARGS | arguments, rows)]
 
 
 # Two have no sign in a run's own metrics, one none in those that are recorded, and one is a matter
@@ -112,7 +112,7 @@ NOT_TOLD = {"truncated", "micro_batches", "wrong_groups", "reward_late"}
 
 
 def test_recorded_failures_are_told_and_right_runs_are_not_ill():
-    lines = (REPO / "docs/failures.jsonl").read_text().splitlines()
+    lines = (REPO / "docs/data/failures.jsonl").read_text().splitlines()
     wrong, runs = [], [run for run in map(json.loads, lines) if run["metrics"]]
     for run in runs:
         steps = run["completed_steps"]
@@ -194,17 +194,19 @@ def test_what_is_ill_is_said_and_nothing_else():
 
 
 def test_docs_have_the_metrics_and_quote_the_rules():
-    rows = re.findall(r"^\| (`[^|]+) \|", (REPO / "docs/scripts.md").read_text(), re.M)
+    rows = re.findall(r"^\| (`[^|]+) \|", (REPO / "docs/reference.md").read_text(), re.M)
     keys = {key for row in rows for key in re.findall(r"`(\w+/[\w/]+|lr|episode|epoch)`", row)}
-    held_out = {name for name in health.METRICS if name.startswith("eval/")}
-    assert keys | held_out == health.METRICS.keys() and len(keys) > 50
-    text = (REPO / "docs/looking.md").read_text()
+    held_out = {name for name in warning_signs.METRICS if name.startswith("eval/")}
+    assert keys | held_out == warning_signs.METRICS.keys() and len(keys) > 50
+    text = (REPO / "docs/monitoring.md").read_text()
     said = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text).replace("`", "")
-    quoted = [words for each in health.QUESTIONS for words in (each.ask, each.usual, each.then)]
-    quoted += [*map(str, health.RULES), health.TRIED]
+    quoted = [
+        words for each in warning_signs.QUESTIONS for words in (each.ask, each.usual, each.then)
+    ]
+    quoted += [*map(str, warning_signs.RULES), warning_signs.TRIED]
     quoted = [words for words in quoted if words not in said]
-    headings = re.findall(r"^### (.*)$", (REPO / "docs/failures.md").read_text(), re.M)
-    assert quoted == [] and {each for each, _ in health.FAILURES.values()} <= {*headings}
+    headings = re.findall(r"^### (.*)$", (REPO / "docs/bug_gallery.md").read_text(), re.M)
+    assert quoted == [] and {each for each, _ in warning_signs.FAILURES.values()} <= {*headings}
 
 
 # ------------------------------------------------------------------------------ the data
@@ -306,7 +308,7 @@ def test_hostile_text_is_data_and_the_page_runs_its_own_script_alone(make_run):
     ways = (
         r"(inner|outer)HTML|insertAdjacentHTML|document\.write|eval\(|Function\(|srcdoc|DOMParser"
     )
-    assert not re.search(ways, (REPO / "scripts/page/page.js").read_text())
+    assert not re.search(ways, (REPO / "scripts/internal/report_page/page.js").read_text())
 
 
 WORDS = ["it's", "a b", "$HOME", "`ls`", 'a"b', "", "--chat_template={{x}}", "new\nline", "ä"]
@@ -319,7 +321,8 @@ def test_command_of_the_page_can_be_typed(make_run):
     assert report_of(make_run(provenance={}))[1]["runs"][0]["command"] == ""
     # The page shows it as it is
     assert (
-        'make("pre", { tabIndex: 0 }, run.command)' in (REPO / "scripts/page/page.js").read_text()
+        'make("pre", { tabIndex: 0 }, run.command)'
+        in (REPO / "scripts/internal/report_page/page.js").read_text()
     )
 
 
@@ -330,4 +333,7 @@ def test_history_of_a_prompt_says_that_a_reward_failed(make_run):
     assert said["score"] is None and said["figures"].startswith(
         "score none, the reward failed: Val"
     )
-    assert 'each.score ?? "none (the reward failed)"' in (REPO / "scripts/page/page.js").read_text()
+    assert (
+        'each.score ?? "none (the reward failed)"'
+        in (REPO / "scripts/internal/report_page/page.js").read_text()
+    )

@@ -21,6 +21,7 @@ def test_examples_are_right(path, monkeypatch):
     # Nor does judge.py load without these; its examples ask nobody
     monkeypatch.setenv("TANDEM_JUDGE_URL", "http://judge/v1")
     monkeypatch.setenv("TANDEM_JUDGE_MODEL", "judge")
+    monkeypatch.syspath_prepend(path.parent)  # as Python starts a program
     # Of another name: some files are called alike, and others are loaded already
     spec = importlib.util.spec_from_file_location(f"examples_of_{path.stem}", path)
     module = importlib.util.module_from_spec(spec)

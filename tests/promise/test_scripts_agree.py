@@ -93,10 +93,10 @@ def test_reward_models_training_calls_ppos_functions_and_has_no_copies():
 
 
 def test_what_data_preprocessing_shares_stands_once():
-    """In preprocessing.py; what else is called alike is each script's own."""
-    shared = functions_of("scripts/preprocessing.py").keys()
+    """In common.py; what else is called alike is each script's own."""
+    shared = functions_of("scripts/data_preprocess/common.py").keys()
     assert shared >= {"find_files", "read_rows", "write_splits", "text_of"}
-    names = ("gsm8k", "math", "hellaswag", "full_hh_rlhf")
+    names = ("gsm8k", "math_dataset", "hellaswag", "full_hh_rlhf")
     each = [functions_of(f"scripts/data_preprocess/{name}.py").keys() for name in names]
     for mine, theirs in itertools.combinations([shared, *each], 2):
         assert mine & theirs <= {"convert", "main"}

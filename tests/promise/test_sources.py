@@ -6,6 +6,7 @@ import re
 from helpers import files_of_project
 
 PROGRAMS = [*files_of_project("*.py"), *files_of_project("scripts/**/*.py")]
+PROGRAMS += files_of_project("docs/*.py")
 
 
 def nodes_of(path):

@@ -5,7 +5,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../../.."
 bash scripts/setup.sh
-.venv/bin/python scripts/dev/make_debug_assets.py
+.venv/bin/python scripts/train/debug/make_debug_assets.py
 exec .venv/bin/python scripts/train/launch.py "$0" "$@" -- --config_file scripts/accelerate/one_gpu.yaml "${SCRIPT:-grpo_vllm_async.py}" \
   --dataset debug_assets/train.parquet --eval_dataset debug_assets/test.parquet \
   --model_name_or_path debug_assets/model --dtype float32 --no-gradient_checkpointing --response_length 8 \

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Set-up, then the fork multiturn (docs/forks.md) with a tiny model and real vLLM: it learns to ask a calculator for
+# Set-up, then the fork multiturn (docs/ready_made_forks.md) with a tiny model and real vLLM: it learns to ask a calculator for
 # products that it cannot compute, from none right to all, in minutes, without a GPU.
 # grpo_multiturn.py is written anew, unless it was changed by hand.
 # Further flags go to it: bash scripts/train/debug/multiturn.sh --seed 2 --max_turns 1

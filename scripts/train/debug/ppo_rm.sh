@@ -6,12 +6,12 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../../.."
 bash scripts/setup.sh
-.venv/bin/python scripts/dev/make_debug_assets.py
+.venv/bin/python scripts/train/debug/make_debug_assets.py
 reward_model=output/debug_reward_model/model
 if [ ! -d "$reward_model" ] || [ debug_assets/settings.json -nt "$reward_model" ]; then  # complete, or not there
   rm -rf output/debug_reward_model
   bash scripts/train/debug/reward_model.sh
 fi
-.venv/bin/python scripts/dev/make_debug_assets.py --output_dir debug_assets_rm --left_in_place 2 --careless 0.8 --sampled_rate 0.12
+.venv/bin/python scripts/train/debug/make_debug_assets.py --output_dir debug_assets_rm --left_in_place 2 --careless 0.8 --sampled_rate 0.12
 exec bash "$PWD/scripts/train/debug/ppo.sh" --exp_name ppo_rm --model_name_or_path debug_assets_rm/model \
   --reward_model_path "$reward_model" --no-apply_verifiable_reward --penalty_reward_value -5 --beta 0.05 "$@"

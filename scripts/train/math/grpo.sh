@@ -18,7 +18,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/../../.."
 gpus=${GPUS:-1}
 ((64 % gpus == 0)) || { echo "GPUS=$gpus must divide 64" >&2; exit 2; }
 bash scripts/setup.sh
-.venv/bin/python scripts/data_preprocess/math.py --local_save_dir data/math ${DATA:+--local_dataset_path "$DATA"}
+.venv/bin/python scripts/data_preprocess/math_dataset.py --local_save_dir data/math ${DATA:+--local_dataset_path "$DATA"}
 flags=(
   --exp_name math_grpo
   --dataset data/math/train.parquet --eval_dataset data/math/test.parquet

@@ -1,0 +1,89 @@
+"""What the programs beside this share: a script is started, waited for, its metrics are read."""
+
+import importlib
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parents[2]
+
+
+def flags_of(options):
+    """Options as words of a command line.
+
+    >>> flags_of({"response_length": 8, "async_mode": False})
+    ['--response_length', '8', '--no-async_mode']
+    """
+    flags = []
+    for name, value in options.items():
+        if isinstance(value, bool):
+            flags.append(f"--{name}" if value else f"--no-{name}")
+        else:
+            flags += [f"--{name}", str(value)]
+    return flags
+
+
+def debug_command(name):
+    """Script and flags of scripts/train/debug/NAME.sh, without its set-up and its launcher."""
+    text = (REPO / f"scripts/train/debug/{name}.sh").read_text("utf-8")
+    last_command = text.partition("\nexec ")[2].partition(" -- ")[2].replace("\\\n", " ")
+    last_command = re.sub(r"\$\{\w+:-(.*?)\}", r"\1", last_command)  # ${SCRIPT:-its default}
+    words = shlex.split(last_command)
+    words.remove("$@")
+    script = next(word for word in words if word.endswith(".py"))
+    return words[words.index(script) :]
+
+
+def make_debug_assets():
+    command = [sys.executable, REPO / "scripts/train/debug/make_debug_assets.py"]
+    subprocess.run(command, cwd=REPO, check=True, capture_output=True)
+
+
+def read_lines(path):
+    return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+
+
+def rounded(value):
+    """Four digits of a figure; None: the run does not have it.
+
+    >>> rounded(0.0123456), rounded(None)
+    (0.01235, None)
+    """
+    return None if value is None else float(f"{value:.4g}")
+
+
+def run(words, folder, threads=1, expected=None, watch=None, **environment):
+    """Runs `python WORDS` with folder/run as the run's folder.
+
+    Returns the lines of its metrics.jsonl, and what it said. If it fails, this program ends with
+    what it said, unless that has a line which begins with `expected`. watch(process) is called in
+    the meantime; it returns when the process has ended.
+    """
+    command = [sys.executable, *words, *flags_of({"output_dir": folder, "run_name": "run"})]
+    environment = os.environ | {"OMP_NUM_THREADS": str(threads)} | environment
+    output = Path(folder, "output.txt")
+    with open(output, "w", encoding="utf-8") as file:
+        options = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": subprocess.STDOUT}
+        with subprocess.Popen(command, cwd=REPO, env=environment, **options) as process:
+            if watch:
+                watch(process)
+    said = output.read_text("utf-8")
+    if process.returncode and not (expected and f"\n{expected}" in f"\n{said}"):
+        sys.exit(f"{shlex.join(map(str, command))}\n{said}")
+    metrics = Path(folder, "run/metrics.jsonl")
+    return read_lines(metrics) if metrics.exists() else [], said
+
+
+def call_main(path, flags, change):
+    """Does what `python PATH FLAGS` does, after change(script) of the module; in this process."""
+    sys.path.insert(0, str(Path(path).resolve().parent))  # vLLM's process imports it, too
+    script = importlib.import_module(Path(path).stem)
+    change(script)
+    try:
+        script.main(script.tyro.cli(script.Args, args=flags))
+    except BaseException as error:
+        script.end_at_once(error)

@@ -1,0 +1,55 @@
+"""MATH, competition problems, as prompts in verl's parquet schema.
+
+    # from the hub to ~/data/math
+    python scripts/data_preprocess/math_dataset.py
+    python scripts/data_preprocess/math_dataset.py \\
+        --local_dataset_path math_train.jsonl --local_save_dir data/math
+
+Writes a file for each split that there is (train.parquet, test.parquet). The ground truth is what
+the solution's last \\boxed{} holds.
+"""
+
+import re
+
+from common import main, options, text_of
+
+HUB = ("DigitalLearningGmbH/MATH-lighteval",)
+INSTRUCTION = r"Think step by step, and put the final answer in \boxed{}."
+
+
+def last_boxed(solution: str) -> str:
+    """What the last \\boxed{} holds, nested braces included.
+
+    ValueError if there is none, or nothing in it.
+
+    >>> last_boxed(r"So $x = \\boxed{3}$, and the answer is $\\boxed{\\frac{1}{2}}$.")
+    '\\\\frac{1}{2}'
+    """
+    _, *boxes = re.split(r"\\boxed\s*\{", solution)
+    if not boxes:
+        raise ValueError(r"no \boxed{}")
+    text, depth = boxes[-1], 1
+    for brace in re.finditer(r"\\.|[{}]", text, re.DOTALL):  # \{ and \} are characters, not braces
+        depth += {"{": 1, "}": -1}.get(brace.group(), 0)
+        if depth == 0:
+            if answer := text[: brace.start()].strip():
+                return answer
+            break
+    raise ValueError(r"\boxed{} is empty or not closed")
+
+
+def convert(row: dict, split: str, index: int) -> dict:
+    """A row of verl's schema; ValueError says why a row is dropped."""
+    problem = text_of(row, "problem")
+    solution = text_of(row, "solution")
+    return {
+        "data_source": HUB[0],
+        "prompt": [{"role": "user", "content": f"{problem} {INSTRUCTION}"}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": last_boxed(solution)},
+        "extra_info": {"split": split, "index": index},
+    }
+
+
+if __name__ == "__main__":
+    main(options(__doc__, "~/data/math").parse_args(), HUB, convert)

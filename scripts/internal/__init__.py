@@ -1,0 +1,1 @@
+"""Modules that the programs import or call. There is nothing to run by hand."""
