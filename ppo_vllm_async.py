@@ -1239,7 +1239,11 @@ class Args(Algorithm):
 
 
 def start_ranks(args):
-    """The Accelerator, and a gloo group of the ranks for what is no tensor; None: one rank."""
+    """Set up signals, warnings and accelerate.
+
+    Return the Accelerator, and a gloo group by which ranks exchange Python objects (None if there
+    is one rank).
+    """
     die_with_launcher()
     for number in (signal.SIGINT, signal.SIGTERM):  # they end this process, whatever it waits for
         signal.signal(number, signal.SIG_DFL)
@@ -1271,7 +1275,10 @@ def start_ranks(args):
 
 
 def fill_in(args, world_size):
-    """A copy with the fields of run time. ValueError: arguments do not fit together."""
+    """Return a copy of args with the fields that are filled in at run time.
+
+    Raise ValueError if the sizes of batches do not fit together.
+    """
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     args = replace(args, world_size=world_size, local_world_size=local_world_size)
 
@@ -2528,7 +2535,7 @@ def load_reward_fn(reward_fn):
 
 
 def call_reward_fn(reward_fn, response):
-    """A copy of a response with its verifiable reward, or with what went wrong."""
+    """Return a copy of a response with its verifiable reward, or with the error as its failure."""
     pid, prompt = os.getpid(), response.prompt
     about = {"num_tokens": len(response.token_ids), "stopped": response.stopped}
     try:
@@ -2666,9 +2673,10 @@ def run_metrics(training_step, responses, step_start, start_time, args):
 
 
 def score_metrics(prefix, responses, args):
-    """What responses earned: metrics of a prefix, "objective" or "eval".
+    """Return means over responses, of their scores and more.
 
-    With several data sources, not hundreds, there is each mean for each of them, too.
+    prefix: "objective" or "eval". If the responses have 2 to 50 data sources, there is also each
+    mean for each source.
     """
     sources = {response.prompt.data_source for response in responses}
     collected = defaultdict(list)
@@ -2716,8 +2724,10 @@ NOT_LOGGED = {"input_ids", "mask", "loss_mask"}  # fields of Batch
 
 
 def log_rollouts(accelerator, training_step, rollout, responses, batch, run_dir, args):
-    """Writes the responses to a step's first prompts. In some 200 of the steps, evenly spaced, each
-    with what the batch has of its tokens."""
+    """Write the responses to a step's first prompts to rollouts.jsonl.
+
+    In up to 200 steps, evenly spaced, they come with what the batch has for each of their tokens.
+    """
     per_prompt = args.number_samples_per_prompt
     count = max(2, 8 // per_prompt) * per_prompt  # whole groups: two at least
     samples = [describe(response, rollout.policy_version) for response in responses[:count]]
