@@ -110,13 +110,13 @@ def test_prompts_have_one_bos_and_no_answer(tmp_path):
 def test_long_and_empty_prompts_are_dropped_and_counted(tmp_path, capsys):
     """Also where the text of nothing gets a begin token, or a template's."""
     asked = [[ASSISTANT, USER | {"content": text}] for text in ("", " \n", None)]
-    prompts = ["a", "a b a b a", "", "b a", " ", *asked]
+    prompts = ["a", "a b a b a", "", "b a", " ", *asked, [ASSISTANT]]
     path = write_rows(tmp_path / "data.jsonl", [{"prompt": prompt} | RULE for prompt in prompts])
     tokenizer = characters(template=BEGINS, begin="^")
     kept = load(path, tokenizer, max_prompt_token_length=4)  # the tokens of the fourth
     assert [prompt.origin[-1] for prompt in kept] == ["0", "3"]
     assert (
-        "data.jsonl: 2 prompts; 5 are empty, and 1 are longer than --max_prompt"
+        "data.jsonl: 2 prompts; 6 are empty, and 1 are longer than --max_prompt"
         in capsys.readouterr().out
     )
     kept = load(path, tokenizer, max_prompt_token_length=50)

@@ -171,5 +171,5 @@ def test_teacher_with_another_vocabulary_is_refused(module, tmp_path, assets):
     AutoTokenizer.from_pretrained(assets / "model").save_pretrained(tmp_path)
     swap_tokens(tmp_path)
     args = module.Args(model_name_or_path=str(assets / "model"), teacher_model_path=str(tmp_path))
-    with pytest.raises(ValueError, match=r"--teacher_model_path .* must know the policy's tokens"):
+    with pytest.raises(ValueError, match=r"--teacher_model_path .* must give the policy's tokens"):
         module.load_tokenizer(args)

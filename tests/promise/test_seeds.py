@@ -77,11 +77,11 @@ def test_models_of_other_tokens_are_refused(flag, assets, tmp_path):
         path = {flag: str(tmp_path / folder)}
         return script.load_tokenizer(script.Args(model_name_or_path=str(policy), **path))
 
-    with pytest.raises(ValueError, match=f"--{flag} .*swapped must know the policy's tokens"):
+    with pytest.raises(ValueError, match=f"--{flag} .*swapped must give the policy's tokens"):
         load("swapped")
     assert load("more").get_vocab() == load("padded").get_vocab()  # sizes differ within a family
     # Not so the other way round: the policy could sample what the other does not know
-    with pytest.raises(ValueError, match="must know the policy's tokens"):
+    with pytest.raises(ValueError, match="must give the policy's tokens"):
         load("padded", policy=tmp_path / "more")
 
 
