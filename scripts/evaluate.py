@@ -267,7 +267,7 @@ def read_arguments(script, options):
         vllm_gpus=(),
         vllm_tensor_parallel_size=1,
         vllm_gpu_memory_utilization=0.9,
-        reward_workers=min(8, len(os.sched_getaffinity(0))),
+        reward_workers=min(8, len(os.sched_getaffinity(0))),  # cores that it may use
     )
     if (options.run / "model").is_dir():
         args = replace(args, tokenizer_name_or_path=str(options.run / "model"), chat_template=None)
@@ -543,13 +543,10 @@ def main():
     if options.before:
         models = [read_args(options.run)["model_name_or_path"], None]
     for model in models:
-        is_of_the_hub = model and paths.may_be_on_the_hub(model)
-        model = model or options.run / "model"
-        trouble = paths.trouble_with_model(model)
-        if not (trouble or is_of_the_hub or (Path(model) / "config.json").is_file()):
-            trouble = "it has no config.json: it is not the folder of a model"
-        if trouble:
-            parser.error(f"{model}: {trouble}")
+        # A run's own folder is no name of the hub
+        path = model or (options.run / "model").absolute()
+        if trouble := paths.trouble_with_model(path):
+            parser.error(f"{path}: {trouble}")
     if options.samples > 1 and options.eval_temperature == 0:
         parser.error("--temperature 0 is greedy: all --samples would be one")
     for options.model in models:

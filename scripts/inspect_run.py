@@ -42,7 +42,7 @@ LETTERS = 500  # of a response at most
 # What is timed, time/NAME: on the side of vLLM, which works beside training in an asynchronous
 # run, with what helps where it is waited for; and on the learner's
 GENERATION = {
-    "generation": "more GPUs for vLLM (--vllm_gpus) or shorter responses help",
+    "generation": "shorter responses help, or more GPUs for vLLM (--vllm_gpus) if there are any",
     "reward": "more --reward_workers or a faster reward help",
     "evaluation": "a smaller --num_evals or fewer --num_eval_prompts help",
 }

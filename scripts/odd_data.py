@@ -1,14 +1,14 @@
 """What is odd about the rows of a dataset, and about the chat template that renders them.
 
 scripts/preflight.py says it. Each function takes its Run and yields notes, a line each; a Mistake
-tells what is surely not meant. Rows are the dictionaries that the script has read.
+tells what is surely not meant. Rows are the dictionaries that the script has read, as plain values.
 """
 
-import contextlib
 import inspect
-import json
+import os
 import re
 import unicodedata
+from pathlib import Path
 
 
 class Mistake(Exception):
@@ -32,6 +32,8 @@ def messages_of(row):
     return prompt if isinstance(prompt, list) else []
 
 
+# Names of files that say a split
+SPLITS = re.compile(r"(?<![a-z])(train|test|val|valid|validation|dev|eval)(?![a-z])", re.IGNORECASE)
 # Columns of other formats that hold a part of what the model is to read
 OF_PROMPTS = ("images", "image", "videos", "video", "audio", "system", "system_prompt")
 OF_PROMPTS += ("instruction", "input", "history", "context")
@@ -40,7 +42,7 @@ OF_PROMPTS += ("instruction", "input", "history", "context")
 def notes_on_rows(run, path, rows, loaded):
     """What is odd about the rows of a dataset, of which the script has made what is loaded."""
     yield from notes_on_messages(run, path, rows)
-    check_template(run, path, rows)
+    yield from notes_on_traces(run, path, rows)
     yield from notes_on_columns(run, path, rows)
     yield from notes_on_ends(run, path, rows)
     if run.trains_reward_model():
@@ -71,6 +73,68 @@ def check_words(tokenizer, path, prompts):
         )
 
 
+def notes_on_files(path, read, split):
+    """Files of a local folder that could hold rows, and are not read; other splits aside."""
+    path = os.path.normpath(path)
+    if not os.path.isdir(path) or os.path.exists(os.path.join(path, "state.json")):
+        return
+    kinds = re.compile(r"\.(arrow|csv|jsonl?|ndjson|parquet|tsv|txt)(\.\w+)?$", re.IGNORECASE)
+    others = []
+    for file in sorted(Path(path).rglob("*")):
+        name = str(file.relative_to(path))
+        is_of_another_split = SPLITS.search(name) and split and split not in name
+        if kinds.search(name) and str(file) not in read and not is_of_another_split:
+            others += [name] if "/." not in f"/{name}" else []
+    page = Path(path, "README.md")
+    if page.exists() and "config_name:" in page.read_text("utf-8", errors="replace"):
+        yield f"{path}: the rows of all configurations are read; see --dataset_config"
+    if others:
+        yield (
+            f"{path}: {len(others):,} files that may hold rows are not read, first {others[0]}; "
+            f"rows are read from .jsonl and .parquet, by the split if any name has train or test"
+        )
+
+
+def notes_on_lost_rows(path, lengths, flag, limit):
+    """Rows that are dropped, if they are more than a tenth. lengths: of all rows, in tokens."""
+    num_empty = lengths.count(0)
+    too_long = [length for length in lengths if length > limit]
+    if num_empty + len(too_long) > len(lengths) / 10:
+        keeps = f"; --{flag} {max(too_long)} would keep those" if too_long else ""
+        yield (
+            f"{path}: of {len(lengths):,} rows {num_empty:,} are dropped as empty, and "
+            f"{len(too_long):,} as longer than --{flag} {limit}{keeps}"
+        )
+
+
+def check_row(path, index, row, needs_truth):
+    """Raise a Mistake if a row that the script has refused has one of these well-known forms."""
+    where, prompt = f"{path}, row {index}", prompt_of(row)
+    messages = prompt if isinstance(prompt, list) else [prompt]
+    for message in messages:
+        if not (isinstance(message, dict) and "role" in message) and message is not prompt:
+            found = ", ".join(message) if isinstance(message, dict) else f"{message!r:.40}"
+            raise Mistake(f"{where}: a message has `role` and `content`; one has {found}")
+    if isinstance(prompt, dict):
+        raise Mistake(f"{where}: the prompt is a dictionary; write a list of messages")
+    if any("\ud800" <= character <= "\udfff" for character in texts_in(prompt)):
+        raise Mistake(f"{where}: the prompt has half a character, which no text may have")
+    rule = row.get("reward_model") or {}
+    # The scripts read a truth beside style "model" only in verl's HellaSwag rows, which have `eval`
+    is_of_model = rule.get("style") == "model" and not rule.get("eval")
+    if needs_truth and is_of_model and "ground_truth" in rule and "ground_truth" not in row:
+        raise Mistake(
+            f"{where}: the style in its `reward_model` is 'model', which means that its ground "
+            f"truth is not used; write 'rule'"
+        )
+
+
+def texts_in(value):
+    """All texts in a value, as one."""
+    values = value.values() if isinstance(value, dict) else value
+    return value if isinstance(value, str) else "".join(map(texts_in, values or ()))
+
+
 def notes_on_columns(run, path, rows):
     """Columns that look as if the model would see them."""
     for name in OF_PROMPTS:
@@ -86,12 +150,14 @@ def notes_on_columns(run, path, rows):
 
 
 def notes_on_ends(run, path, rows):
-    """What the tokenizer adds to a text: a second begin token, or one behind it."""
-    tokenizer, found = run.tokenizer, {}
+    """Tokens that the tokenizer adds at the beginning or the end of a text; a space at its end."""
+    tokenizer, found, spaces = run.tokenizer, {}, []
     tried = range(0, len(rows), len(rows) // 200 + 1)  # what is added is added to each
     for index in tried:
         row, prompt = rows[index], prompt_of(rows[index])
-        _, ids = run.script.tokenize_prompt(prompt, row, tokenizer)
+        text, ids = run.script.tokenize_prompt(prompt, row, tokenizer)
+        if text.endswith((" ", "\t", "\u00a0")):
+            spaces.append(index)
         if len(ids) > 1 and ids[0] == ids[1] == tokenizer.bos_token_id:
             found.setdefault((ids[0], "a second time at its beginning"), []).append(index)
         if isinstance(prompt, str) and ids:
@@ -103,6 +169,12 @@ def notes_on_ends(run, path, rows):
             f"{path}, row {indices[0]}, and so {len(indices):,} of {len(tried):,} that were tried: "
             f"the tokenizer adds {tokenizer.convert_ids_to_tokens(token_id)!r} {where}; give "
             f"messages, or one that does not"
+        )
+    if spaces:
+        yield (
+            f"{path}, row {spaces[0]}, and so {len(spaces):,} of {len(tried):,} that were tried: "
+            f"the prompt ends in a space, as the model reads it. Most models have learned a space "
+            f"as a part of the next word's token, so end prompts without one"
         )
 
 
@@ -123,34 +195,94 @@ def notes_on_pairs(path, rows):
         yield f"{path}: {turned:,} pairs are there in both orders, which teaches nothing"
 
 
-def check_template(run, path, rows):
-    """Raise a Mistake if the chat template does not depend on what a message says.
+def other_value(value):
+    """Return a value of the same type for a switch; for a list or a dictionary None."""
+    match value:
+        case bool():
+            return not value
+        case int() | float():
+            return value + 1
+        case str():
+            return value + "?"
 
-    That happens if it does not know a role. Try one row of each kind. Rows are of one kind if their
-    messages have the same roles and types of content, and the same ones are empty. An older answer
-    and a tool's may be left out.
+
+def what_is_given(row):
+    """Yield (name, is_content, others) for each thing that a row gives to the chat template.
+
+    others: rows without it. A content is not taken away but made longer, because templates may
+    refuse a message without one. A switch has a second other row with another value, because the
+    row may have the value that is the template's default. An answer that ends the messages is not
+    given, and nobody reads the id of a tool's answer.
     """
-    kinds = {}
+    column = next(name for name in ("messages", "prompt", "chosen") if row.get(name))
+    messages = row[column]
+    for number, message in enumerate(messages):
+        role = message["role"]
+        if role == "assistant" and number == len(messages) - 1:
+            continue
+        for name in message.keys() - {"role", "tool_call_id"}:
+            value = message[name]
+            other = {key: message[key] for key in message if key != name}
+            if name == "content":
+                more = "?" if isinstance(value, str) else [{"type": "text", "text": "?"}]
+                other["content"] = value + more
+            if value:
+                others = [row | {column: [*messages[:number], other, *messages[number + 1 :]]}]
+                what = "message" if name == "content" else f"`{name}` of a message"
+                yield f"the {what} of the {role!r}", name == "content", others
+    if row.get("tools"):
+        yield "the `tools`", False, [row | {"tools": None}]
+    switches = row.get("chat_template_kwargs") or {}
+    for name, value in switches.items():
+        without = {key: switches[key] for key in switches if key != name}
+        changed = switches | {name: other_value(value)}
+        others = [row | {"chat_template_kwargs": each} for each in (without, changed)]
+        yield f"`{name}` of `chat_template_kwargs`", False, others
+
+
+def notes_on_traces(run, path, rows):
+    """Things that a row gives to the chat template, and that leave no trace in the text.
+
+    Each is taken away once from a row of each kind, and the text must change. Rows are of one kind
+    if they have the same roles, columns and keys, with values of the same types, and the same ones
+    are empty. If what a user or a system message says leaves no trace, that is a Mistake; of an
+    older answer, a tool's answer and all else it is a note.
+    """
+
+    def render(row):
+        return run.script.tokenize_prompt(prompt_of(row), row, run.tokenizer)[0]
+
+    def leaves_no_trace(others, text):
+        try:
+            return all(render(other) == text for other in others)
+        except Exception:  # so the template has looked at it
+            return False
+
+    def kind_of(value):
+        return type(value).__name__, bool(value)
+
+    kinds, unread = {}, {}
     for index, row in enumerate(rows):
-        if messages := run.script.plain_values(messages_of(row)):
-            contents = [message.get("content") for message in messages]
-            roles = [message["role"] for message in messages]
-            kind = *roles, *map(type, contents), *map(bool, contents)
-            kinds.setdefault(kind, (index, row, messages))
-    for index, row, messages in kinds.values():
-        text, _ = run.script.tokenize_prompt(messages, row, run.tokenizer)
-        for number, message in enumerate(messages):
-            role, content = message["role"], message.get("content", "")
-            # A row whose user says nothing has no text, and is dropped
-            if role in ("assistant", "tool") or not text:
-                continue
-            more = "?" if isinstance(content, str) else [{"type": "text", "text": "?"}]
-            longer = [*messages]
-            longer[number] = message | {"content": content + more}
-            if run.script.tokenize_prompt(longer, row, run.tokenizer)[0] == text:
-                raise Mistake(
-                    f"{path}, row {index}: the chat template leaves out the message of the {role!r}"
-                )
+        if messages := messages_of(row):
+            switches = row.get("chat_template_kwargs") or {}
+            keys = [(m["role"], *((key, *kind_of(m[key])) for key in sorted(m))) for m in messages]
+            keys += [(name, *kind_of(switches[name])) for name in sorted(switches)]
+            kinds.setdefault((bool(row.get("tools")), *keys), (index, row))
+    for index, row in kinds.values():
+        text = render(row)
+        if not text:  # a row whose user says nothing, which is dropped
+            continue
+        for name, is_content, others in what_is_given(row):
+            if leaves_no_trace(others, text):
+                may_be_left_out = not is_content or name.endswith(("'assistant'", "'tool'"))
+                if not may_be_left_out:
+                    raise Mistake(f"{path}, row {index}: the chat template leaves out {name}")
+                unread.setdefault(name, index)
+    for name, index in unread.items():
+        yield (
+            f"{path}, row {index}: the chat template leaves out {name}: without it the text is the "
+            f"same"
+        )
 
 
 def notes_on_messages(run, path, rows):
@@ -173,9 +305,7 @@ def notes_on_messages(run, path, rows):
         # Parts, such as {"type": "text", "text": ...}
         if any(isinstance(content, list) for content in contents):
             text, _ = run.script.tokenize_prompt(prompt, row, run.tokenizer)
-            if any(
-                str(content) in text for content in run.script.plain_values(contents) if content
-            ):
+            if any(str(content) in text for content in contents if content):
                 raise Mistake(
                     f"{path}, row {index}: a content is a list of parts, and the chat template "
                     f"writes it as such, brackets and all; write the text itself"
@@ -202,14 +332,6 @@ def notes_on_held_out(run):
     count = sum(tuple(prompt.token_ids) in trained for prompt in prompts)
     if count:
         yield f"{count:,} of the {len(prompts):,} held-out prompts are trained on"
-
-
-def is_rule(truth):
-    """Whether a ground truth is no answer but JSON: constraints, or test cases."""
-    if isinstance(truth, str):
-        with contextlib.suppress(json.JSONDecodeError):
-            truth = json.loads(truth)
-    return isinstance(truth, dict | list)
 
 
 def notes_on_characters(tokenizer, name, texts):

@@ -23,7 +23,6 @@ Memory is an estimate from the sizes of the models, by plan.py, which finds what
 
 import contextlib
 import copy
-import functools
 import importlib.util
 import io
 import json
@@ -42,11 +41,17 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import paths
+
+if __name__ == "__main__" and (missing := paths.missing(sys.argv[1:])):
+    # Before the imports below, which take seconds
+    print(*(f"preflight: error: {line}" for line in missing), sep="\n", file=sys.stderr)
+    sys.exit(2)
+
 import datasets
 import fork
 import huggingface_hub
 import odd_data
-import paths
 import plan
 import torch
 import transformers
@@ -115,6 +120,7 @@ class Options:
 # Options that a script may lack, such as lora_rank, which a fork has, or those of parts that a copy
 # is without (docs/fork.md, "What can be deleted"). With these values it is as if they were missing
 ZEROS = ("async_mode", "keep_last_n", "lora_rank", "micro_batch_tokens", "push_to_hub", "save_freq")
+ZEROS += ("add_r1_style_format_reward",)
 ABSENT = dict.fromkeys(ZEROS, 0) | {"vllm_gpus": (), "vllm_tensor_parallel_size": 1}
 ABSENT["resume_from_checkpoint"] = None
 
@@ -135,8 +141,10 @@ class Run:
     value_model: Any = None
     reward_model: Any = None
     has_models: bool = False  # all of them
-    # Of each data source: scores of a right, a wrong and an empty answer to its first row
+    # Of each data source: scores of answers to the first of its rows that was tried. Three of them
+    # ought to be right, one is wrong, and one is empty
     answers: dict = field(default_factory=dict)
+    format: str = ""  # after how many prompts the R1 format gets its reward, if there is one
     run_dir: Path | None = None
     disk: Path | None = None  # the folder that is there, of those on the way to it
     checkpoint_dir: Path | None = None
@@ -189,13 +197,19 @@ def is_local(path):
 
 @contextlib.contextmanager
 def loading(flag, path):
-    """What goes wrong inside is about the model or tokenizer of this flag."""
+    """What goes wrong inside is about the file, data, tokenizer or model that this flag names."""
     try:
         yield
     except Exception as error:
-        text = paths.trouble_with_model(path) or describe(error)
-        if paths.may_be_on_the_hub(path) and not isinstance(error, Mistake):
-            text = f"no such folder, and no model of the hub that you may read ({text})"
+        text = paths.trouble_with(flag, path) or describe(error)
+        is_of_hub = flag not in paths.FILES and paths.may_be_on_the_hub(path)
+        if is_of_hub and isinstance(error, OSError) and not hub_answers():
+            text = "no such folder, nor a copy in the cache, and the hub does not answer"
+            if not flag.endswith("dataset"):
+                text += "; a folder with config.json and the tokenizer's files is enough to plan"
+        elif is_of_hub and not isinstance(error, Mistake):
+            kind = "dataset" if flag.endswith("dataset") else "model"
+            text = f"no such folder, and no {kind} of the hub that you may read ({text})"
         raise Mistake(f"--{flag} {path}: {text}") from error
 
 
@@ -288,6 +302,7 @@ SIZES += ("lora_rank", "lora_alpha", "max_token_length", "num_train_epochs")
 LEAST = dict.fromkeys(SIZES, 1) | {"penalty_reward_value": -math.inf, "temperature": 0.01}
 # Flags that do nothing without another
 NEED_ANOTHER = {
+    "min_response_length": "non_stop_penalty",
     "kl_estimator": "beta",
     "penalty_reward_value": "non_stop_penalty",
     "r1_style_format_reward": "add_r1_style_format_reward",
@@ -295,12 +310,14 @@ NEED_ANOTHER = {
 
 
 def check_numbers(run):
-    """Refuses numbers out of range. Notes flags that do nothing."""
+    """Refuses numbers out of range, and a ~ that is not expanded. Notes flags that do nothing."""
     for option in fields(run.args):
         name, value = option.name, getattr(run.args, option.name)
         needed, least = NEED_ANOTHER.get(name, ""), LEAST.get(name, 0)
         if value != option.default and getattr(run.args, needed, True) in (None, 0, "none"):
             run.notes.append(f"--{name} does nothing without --{needed}")
+        if isinstance(value, str) and value.startswith("~"):
+            raise Mistake(f"--{name} {value}: {paths.TILDE}")
         # A bool is no number here, which isinstance would take for an int. NaN is not above
         if type(value) in (int, float) and not value >= least:
             raise Mistake(f"--{name} is {value}; it must be at least {least:g}")
@@ -338,8 +355,24 @@ def check_arguments(run):
     if run.trains_reward_model():
         args.mini_batch_size = args.local_mini_batch_size * options.num_processes
         return
+    if not (
+        args.apply_verifiable_reward
+        or args.add_r1_style_format_reward
+        or run.script.uses_reward_model(args)
+    ):
+        raise Mistake(
+            "no reward: add --apply_verifiable_reward, --add_r1_style_format_reward, or a "
+            "--reward_model_path whose --reward_model_multiplier is above 0"
+        )
     with mock.patch.dict(os.environ, {"LOCAL_WORLD_SIZE": str(options.local_processes())}):
         args = run.args = run.script.fill_in(args, options.num_processes)
+    updates = getattr(args, "num_policy_updates", args.num_updates)
+    if args.warm_up_steps >= updates:
+        args.num_updates = 0  # that is: not known
+        raise Mistake(
+            f"--warm_up_steps {args.warm_up_steps}: the policy has {max(0, updates)} updates, and "
+            f"must have more; see --total_episodes, and --value_warmup_steps where there is one"
+        )
     warms = ("value_warmup_steps", "value_model_path", "reward_model_path")
     if getattr(args, "lam", 1) < 1 and not any(getattr(args, name) for name in warms):
         run.notes.append(
@@ -382,14 +415,17 @@ def check_tokenizers(run):
     path, ids = getattr(args, flag), {}
 
     def load(path):
-        return AutoTokenizer.from_pretrained(path, revision=script.revision_of(path, args))
+        loaded = AutoTokenizer.from_pretrained(path, revision=script.revision_of(path, args))
+        # Without its files transformers makes one that knows special tokens alone
+        if not loaded("1 a", add_special_tokens=False)["input_ids"]:
+            raise Mistake("it has no tokenizer, such as tokenizer.json")
+        return loaded
 
     with loading(flag, path):
         tokenizer = load(path)
         if args.tokenizer_name_or_path:
             with contextlib.suppress(Exception):  # the model may come without one
-                own = load(args.model_name_or_path)
-                ids = own.get_vocab() if own("1")["input_ids"] else {}
+                ids = load(args.model_name_or_path).get_vocab()
         # Added tokens that no text has may differ
         unused = tokenizer.get_added_vocab().keys() - {tokenizer.eos_token}
         unused = {t for t in unused if t not in ids or t not in str(tokenizer.chat_template)}
@@ -400,49 +436,89 @@ def check_tokenizers(run):
                 f"{len(other):,} of its tokens have other ids than in the model's own tokenizer, "
                 f"such as {other[0]!r}: the model would read another text"
             )
+    templates = {}
+    for flag in ("reward_model_path", "value_model_path"):
+        if path := getattr(args, flag, None):
+            with loading(flag, path):
+                templates[flag] = load(path).chat_template
+    if args.chat_template:
+        with loading("chat_template", args.chat_template):
+            if "{" not in Path(args.chat_template).read_text("utf-8"):
+                raise Mistake("it is no Jinja template, for it writes the same for every prompt")
     tokenizer = script.load_tokenizer(args)
-    other = args.reward_model_path and load(args.reward_model_path).chat_template
+    other = templates.get("reward_model_path")
     if other not in (None, tokenizer.chat_template):
         run.notes.append(f"{args.reward_model_path} has a chat template of its own, not used")
+    stop_token = tokenizer.eos_token if run.args.stop_token == "eos" else run.args.stop_token
+    if run.args.stop_token and stop_token not in tokenizer.get_vocab():
+        raise Mistake(f"--stop_token {run.args.stop_token}: the tokenizer has no such token")
     if run.trains_reward_model():
-        stop_token = tokenizer.eos_token if run.args.stop_token == "eos" else run.args.stop_token
-        if stop_token not in tokenizer.get_vocab():
-            raise Mistake(f"--stop_token {stop_token}: no token of the tokenizer {path}")
         run.args.stop_token_id = tokenizer.get_vocab()[stop_token]
     run.tokenizer = tokenizer
 
 
 def check_data(run):
     """Reads the rows to train on, and those that are held out, as the script does."""
-    script, read, printed = run.script, [], io.StringIO()
-    load_rows = script.load_rows
+    script, args, read, printed = run.script, run.args, [], io.StringIO()
+    load_rows, is_trainer = script.load_rows, run.trains_reward_model()
+    # What a row becomes first, and what its length is
+    maker = "Pair" if is_trainer else "read_prompt"
+    make = getattr(script, maker)
+    limit = "max_token_length" if is_trainer else "max_prompt_token_length"
 
-    def reading(path, *others):
+    def reading(path, config, split):
         """The script's load_rows, whose rows are kept."""
-        read.append((path, []))
-        rows = load_rows(path, *others)
-        if not rows:
-            raise Mistake(f"{path}: the dataset is empty")
-        read[-1] = path, rows
+        files.clear()
+        with loading("dataset" if path == args.dataset else "eval_dataset", path):
+            rows = load_rows(path, config, split)
+            is_default = split in (None, args_class.dataset_split, args_class.eval_dataset_split)
+            for index, row in enumerate(rows):
+                if not isinstance(row, dict):
+                    raise Mistake(f"row {index} is no JSON object, but {row!r:.40}")
+            has_split = files and all(split in file for file in files)
+            if is_local(path) and not (is_default or has_split):
+                raise Mistake(f"its files have no split {split} in their names; leave it out")
+            run.notes += odd_data.notes_on_files(os.path.join(path, config or ""), files, split)
+            if not rows:
+                raise Mistake(f"no row was read of the split {split}; the dataset is empty")
+        read.append((path, rows, []))
         return rows
 
-    reads = mock.patch.object(script, "load_rows", reading)
+    def making(*values, **more):
+        """The script's read_prompt or Pair. Keeps lengths, also of rows that are dropped then."""
+        made = make(*values, **more)
+        read[-1][-1].append(made.length if is_trainer else len(made.token_ids))
+        return made
+
+    def read_file(path):
+        files.append(os.path.normpath(path))
+        return read_rows(path)
+
+    reader, _ = run.reader()
+    plain, read_rows, args_class, files = reader.plain_values, reader.read_file, type(args), []
+    watched = mock.patch.multiple(script, **{"load_rows": reading, maker: making})
+    reads = mock.patch.object(reader, "read_file", read_file)
     try:
-        with contextlib.redirect_stdout(printed), reads:
-            if run.trains_reward_model():
-                loaded = load_pairs(run)
-            else:
-                loaded = script.load_datasets(run.tokenizer, run.args)
+        with contextlib.redirect_stdout(printed), watched, reads:
+            loaded = load_pairs(run) if is_trainer else script.load_datasets(run.tokenizer, args)
     except Mistake:
         raise
     except Exception as error:
-        path, text = read[-1][0], describe(error).replace("NotImplementedError: ", "")
+        path, rows, _ = read[-1]
+        needs_truth = not is_trainer and not script.uses_reward_model(args)
+        for index in map(int, re.findall(r", row (\d+): ", str(error))[:1]):
+            odd_data.check_row(path, index, plain(rows[index]), needs_truth)
+        text = describe(error).replace("NotImplementedError: ", "")
         text = text if path in text else f"{path}: {text}"
-        due = "docs/rewards.md" if run.trains_reward_model() else "docs/data.md"
+        due = "docs/rewards.md" if is_trainer else "docs/data.md"
         raise Mistake(f"{text}; {due} says what files and rows are to be") from error
+    finally:
+        for path, _, lengths in read:
+            run.notes += odd_data.notes_on_lost_rows(path, lengths, limit, getattr(args, limit))
     run.train_rows, run.eval_rows = loaded
     run.of_data += re.findall(".+", printed.getvalue())  # the lines: others have more line ends
-    for (path, rows), made in zip(read, loaded, strict=False):
+    for (path, rows, _), made in zip(read, loaded, strict=False):
+        rows = [plain(row) for row in rows]
         run.raw_rows += rows
         run.notes += odd_data.notes_on_rows(run, path, rows, made)
     run.notes += odd_data.notes_on_held_out(run)
@@ -703,21 +779,52 @@ def check_tokens(run):
 
 def check_reward(run):
     """Tries the reward. Where it is a function of the user's, that is in a process of its own."""
+    check_format(run)
     workers = None
     prompts = [row for row in run.train_rows + run.eval_rows if row.ground_truth is not None]
-    answers = [row for row in prompts if not odd_data.is_rule(row.ground_truth)]
-    texts = {row.origin: str(row.ground_truth) for row in answers}
-    lost = odd_data.notes_on_characters(run.tokenizer, "ground truth", texts)
-    run.notes += [f"{note}: no response can have it" for note in lost]
     with as_main(run.script):
         try:
             workers = start_worker(run)
-            try_reward(run, workers, prompts)
+            sources = try_reward(run, workers, prompts)
         finally:
             run.script.end_children()
             if workers:  # wait for its thread, which closes a pipe that Python's end would write to
                 executor, _ = workers.get()
                 executor.shutdown()
+    judged = [row for row in prompts if row.data_source in sources]
+    texts = {row.origin: answer_in(row.ground_truth) for row in judged}
+    lost = odd_data.notes_on_characters(run.tokenizer, "ground truth", texts)
+    run.notes += [f"{note}: no response can have it" for note in lost]
+
+
+def check_format(run):
+    """Notes prompts after which a response in the R1 format would not get the reward for it."""
+    if not run.args.add_r1_style_format_reward:
+        return
+    lost = {}
+    for prompt in run.train_rows:
+        response = as_response(run, prompt, in_r1_format(prompt, "b"))
+        if not run.script.has_r1_format(response):
+            lost[prompt.origin] = response
+    count = len(run.train_rows)
+    run.format = f"{count - len(lost):,} of {count:,} prompts"
+    for origin, response in [*lost.items()][:1]:
+        run.notes.append(
+            f"{origin}, and so {len(lost):,} of {count:,}: after a prompt that ends with "
+            f"{response.prompt.text[-30:]!r} the response {in_r1_format(response.prompt, 'b')!r} "
+            f"completes the R1 format, and does not get --r1_style_format_reward. The run reads "
+            f"{response.text!r}"
+        )
+
+
+def in_r1_format(prompt, answer):
+    """Return a response in the R1 format, without the beginning that the prompt has written.
+
+    Chat templates open <think> for a model that thinks, and close it for one that must not.
+    """
+    written = re.search(r"(<think>\s*(</think>\s*(<answer>\s*)?)?)?$", prompt.text)[0]
+    parts = ["<think>", "a</think> ", "<answer>", f"{answer}</answer>"]
+    return "".join(parts[written.count(">") :])
 
 
 def start_worker(run):
@@ -756,63 +863,81 @@ def rows_to_try(run, prompts):
     return sorted(chosen, key=lambda row: is_empty(row.ground_truth))
 
 
-POOR = "the truth scores no more than a wrong or an empty answer; is a right one of another form?"
-PARTIAL = (
-    "the ground truth scores less than 1, which counts as right: see `right` in docs/rewards.md"
+POOR = (
+    "{}, bare, in \\boxed{{}} and in the R1 format, scores no more than a wrong or an empty "
+    "answer. Does a right one have another form? Of test cases or constraints this says nothing"
 )
+PARTIAL = "{} scores less than 1, which counts as right: see `right` in docs/rewards.md"
+
+
+def answer_in(truth):
+    """Return the answer that a ground truth names: of a list with one entry, or its JSON, that.
+
+    >>> [answer_in(truth) for truth in ('["16"]', [16], '["4", "5"]', "[", 16)]
+    ['16', '16', '["4", "5"]', '[', '16']
+    """
+    read = truth
+    with contextlib.suppress(TypeError, ValueError):
+        read = json.loads(truth)
+    return str(read[0] if isinstance(read, list) and len(read) == 1 else truth)
 
 
 def try_reward(run, workers, prompts):
-    """Tries the reward on a right, a wrong and an empty answer to some prompts, or to all.
+    """Tries the reward on five answers to some prompts, or to all. Returns sources of answers.
 
-    Right is the ground truth, as it stands or as \\boxed{...}; wrong is that of another row.
+    Three ought to be right: the ground truth as it stands, as \\boxed{...}, and in the R1 format.
+    One is wrong, the truth of another row, and one is empty. A source of answers has a truth that
+    scored more than the empty answer, bare or in a box, so it is no test case.
     """
-
-    @functools.cache
-    def read(answer):
-        """Token ids of an answer, and what the run would read of them."""
-        token_ids = run.tokenizer(answer, add_special_tokens=False)["input_ids"]
-        return token_ids, run.script.response_text(run.tokenizer, token_ids, run.args)
-
-    start, truths, count, found = time.perf_counter(), {}, 0, {POOR: [], PARTIAL: []}
+    start, truths, count, found = time.perf_counter(), {}, 0, {POOR: {}, PARTIAL: {}}
     for prompt in prompts:  # the texts of each source
-        truths.setdefault(prompt.data_source, {})[str(prompt.ground_truth)] = prompt
-    chosen = rows_to_try(run, prompts)
+        truths.setdefault(prompt.data_source, {})[answer_in(prompt.ground_truth)] = prompt
+    chosen, sources = rows_to_try(run, prompts), set()
     for prompt in chosen:
         if time.perf_counter() - start > SECONDS_OF_TRIALS:
             run.notes.append(f"the reward is slow: tried on {count} of {len(chosen):,} rows")
             break
-        origin, source, truth = prompt.origin, prompt.data_source, str(prompt.ground_truth)
+        origin, source, truth = prompt.origin, prompt.data_source, answer_in(prompt.ground_truth)
         others = (text for text in truths[source] if text != truth and not is_empty(text))
-        answers = truth, f"\\boxed{{{truth}}}", next(others, "I do not know."), ""
-        graded = [score(run, workers, prompt, *read(answer)) for answer in answers]
-        bare, boxed, wrong, empty = (each.verifiable for each in graded)
+        wrong_text = next(others, "I do not know.")
+        answers = truth, f"\\boxed{{{truth}}}", in_r1_format(prompt, truth), wrong_text, ""
+        graded = [score(run, workers, as_response(run, prompt, answer)) for answer in answers]
+        *right, wrong, empty = scores = tuple(each.verifiable for each in graded)
         count += 1
-        if odd_data.is_rule(prompt.ground_truth):
-            continue
-        scores = max(bare, boxed), wrong, empty
         usual = run.answers.setdefault(source, scores)
-        if is_empty(truth) and wrong >= usual[0] > usual[1]:
+        if is_empty(prompt.ground_truth) and wrong >= max(usual[:3]) > usual[3]:
             raise Mistake(
                 f"{origin}: the ground truth is empty, and any answer is right: "
-                f"{answers[2][:60]!r} scores {wrong:g}"
+                f"{wrong_text[:60]!r} scores {wrong:g}"
             )
-        if scores[0] <= max(wrong, empty):
-            found[POOR].append(origin)
-        elif not any(each.reward_metrics.get("right", each.verifiable) >= 1 for each in graded[:2]):
-            found[PARTIAL].append(origin)
-    for words, origins in found.items():
-        if origins:
-            of_all = f"{len(origins):,} of {count:,} that were tried"
-            run.notes.append(f"{origins[0]}, and so {of_all}: {words}")
+        if max(right[:2]) > empty:
+            sources.add(source)
+        if max(right) <= max(wrong, empty):
+            found[POOR][origin] = truth
+        elif not any(each.reward_metrics.get("right", each.verifiable) >= 1 for each in graded[:3]):
+            found[PARTIAL][origin] = truth
+    for words, answers in found.items():
+        for origin, answer in [*answers.items()][:1]:
+            of_all = f"{len(answers):,} of {count:,} that were tried"
+            run.notes.append(f"{origin}, and so {of_all}: {words.format(repr(answer[:60]))}")
+    return sources
 
 
-def score(run, workers, prompt, token_ids, text):
-    """An answer as a Response with its score. Mistake: the reward fails on it."""
-    script, args = run.script, run.args
+def as_response(run, prompt, answer):
+    """An answer as the run would have it: until the first stop token, and decoded."""
+    token_ids = run.tokenizer(answer, add_special_tokens=False)["input_ids"]
+    ends = [n for n, token_id in enumerate(token_ids, 1) if token_id in run.args.stop_token_ids]
+    token_ids = token_ids[: ends[0]] if ends else token_ids
+    text = run.script.response_text(run.tokenizer, token_ids, run.args)
+    # A response has a stop token at its end
+    given = {"prompt": prompt, "token_ids": token_ids if ends else [*token_ids, 0], "text": text}
+    return run.script.Response(**given, logprobs=None, stopped=True)
+
+
+def score(run, workers, response):
+    """A response with its score. Mistake: the reward fails on it."""
+    script, args, prompt, text = run.script, run.args, response.prompt, response.text
     try:
-        given = {"prompt": prompt, "token_ids": [*token_ids, 0], "text": text}  # with a stop token
-        response = script.Response(**given, logprobs=None, stopped=True)
         if args.reward_fn:
             response = script.call_worker(workers, response, args)
         else:
@@ -839,7 +964,11 @@ def check_run_folder(run):
     found = run.script.find_run(args)
     # A script without checkpoints finds the folder alone
     run_dir, checkpoint_dir = found if "resume_from_checkpoint" in vars(args) else (found, None)
-    args.run_name = os.path.relpath(run_dir, args.output_dir)
+    run_name, args.run_name = args.run_name, os.path.relpath(run_dir, args.output_dir)
+    named = os.path.join(args.output_dir, run_name or "")
+    is_of_another = run_name and os.path.realpath(named) != os.path.realpath(run_dir)
+    if is_of_another and checkpoint_dir and (checkpoint_dir / "state.json").exists():
+        raise Mistake(f"--resume_from_checkpoint {checkpoint_dir}: it is not of the run {named}")
     run_dir = run_dir.absolute()
     folder = next(folder for folder in (run_dir, *run_dir.parents) if folder.exists())
     can_write = folder.is_dir() and os.access(folder, os.W_OK)
@@ -1001,6 +1130,16 @@ def plan_of_data(run):
     batch = f"{args.rollout_batch_size:,} prompts x {args.number_samples_per_prompt}"
     yield "steps", f"{args.num_training_steps:,} of {batch} responses"
     if run.train_rows is not None:
+        count = len(run.train_rows)
+        passes = args.num_training_steps * args.rollout_batch_size / count
+        number = f"{passes:,.0f}" if passes >= 10 else f"{passes:.2g}"
+        yield "", f"{number} passes over the {count:,} prompts"
+        if args.rollout_batch_size > count:
+            run.notes.append(
+                f"a step takes {args.rollout_batch_size:,} prompts, and there are {count:,}: each "
+                f"is there several times; lower --local_rollout_batch_size, or raise "
+                f"--number_samples_per_prompt instead"
+            )
         length = f"{run.max_length():,} tokens, {args.response_length:,} of them for the response"
         yield "", f"a row has up to {length}"
     if run.eval_rows:
@@ -1054,10 +1193,13 @@ def plan_of_reward(run):
     sources = {}  # of the same scores
     for source, scores in run.answers.items():
         sources.setdefault(scores, []).append(str(source))
-    for (right, wrong, empty), names in sources.items():
+    for (bare, boxed, in_format, wrong, empty), names in sources.items():
         shown = ", ".join(names[:10]) + (", ..." if len(names) > 10 else "")
-        yield "", f"the ground truth of a row of {shown} scores {right:g},"
+        yield "", f"the ground truth of a row of {shown} scores {bare:g}"
+        yield "", f"({boxed:g} in \\boxed{{}}, {in_format:g} in the R1 format),"
         yield "", f"a wrong answer {wrong:g}, an empty one {empty:g}"
+    if run.format:
+        yield "reward", f"{args.r1_style_format_reward:g} x the R1 format, after {run.format}"
 
 
 def plan_of_checkpoint(run):
@@ -1182,8 +1324,10 @@ def main(words):
     mistakes = check(run)
     print_plan(run)
     sys.stdout.flush()
-    for line in dict.fromkeys(map(one_line, mistakes)):
-        print(line, file=sys.stderr)
+    # Several parts read a model, and only the first one's words are shown
+    first = {mistake.partition(": ")[0]: mistake for mistake in reversed(mistakes)}
+    for mistake in reversed(first.values()):
+        print(one_line(mistake), file=sys.stderr)
     if mistakes:
         return 2
     others = ", and on each other machine by its own --machine_rank"

@@ -114,6 +114,8 @@ class Args:
     """data type of the weights; the optimizer keeps float32 masters"""
     attn_implementation: str = "sdpa"
     """attention of the model: sdpa, eager, flash_attention_2, ..."""
+    compile_layers: bool = False
+    """Compile the model's layers, on GPUs only."""
     gradient_checkpointing: bool = True
     """compute activations again in the backward pass: far less memory, a third slower"""
 

@@ -61,6 +61,7 @@ def signals_as_before():
     yield
     for number, handler in zip(SIGNALS, HANDLERS, strict=True):
         signal.signal(number, handler)
+    os.environ.pop("FSDP_CPU_RAM_EFFICIENT_LOADING", None)
 
 
 LONG = ["ends", "runs", "inflight", "adapters", "engine", "ranks", "fsdp2", "multiturn", "refill"]

@@ -106,6 +106,22 @@ def truth(answer, **columns):
     return ROW | {"reward_model": {"ground_truth": answer}} | columns
 
 
+def files(names):
+    """A folder as the dataset, whose files have 35 prompts each."""
+
+    def make(folder):
+        for name in names.split():
+            row = ROW | {"prompt": [ASK | {"content": f"{len(name)}="}]}
+            write_rows(folder / "data" / name, [row] * 35)
+        return {"dataset": folder / "data"}
+
+    return make
+
+
+def table(folder):
+    return {"dataset": write_text(folder / "rows.csv", "prompt,ground_truth\n1=,001\n")}
+
+
 def call(line):
     """A reward function of one line, below its head."""
     head = "import time\ndef f(data_source, response, ground_truth, extra_info):\n"
@@ -188,6 +204,8 @@ def architecture(name, **settings):
 
 BOTH_KINDS = ROW | PAIR  # a row, and a pair
 WITHOUT_WEIGHTS = without("model.safetensors")
+BARE = ("tokenizer.json", "model.safetensors")  # two parts cannot read this model
+BARE = model(*(lambda folder, name=it: (folder / name).unlink() for it in BARE))
 TEN = {"total_episodes": 640}  # updates
 # The wrong answer to a row is another row's ground truth
 IS_IN = call("return float(truth in text)")
@@ -243,10 +261,15 @@ def last(**columns):
     return rows(*[BOTH_KINDS] * 70, BOTH_KINDS | columns)
 
 
+WARM = {"value_warmup_steps": 9, "warm_up_steps": 2, "total_episodes": 640}
 # One line has the words, and there is no other line
 MISTAKES = {
     # In the words of a script, or of a library
-    "no file": ({"dataset": "none.parquet"}, "none.parquet | FileNotFoundError | docs/", EVERY),
+    "no file": (
+        {"dataset": "none.parquet"},
+        "--dataset none.parquet: no such file or folder",
+        EVERY,
+    ),
     "no truth": (rows(ROW, ROW | {"reward_model": {}}), "row 1: | `ground_truth` | docs/data.md"),
     "no folder": ({"model_name_or_path": "x/y/z"}, "--model_name_or_path x/y/z: no such", EVERY),
     "a mixture": (model(MIXTURE), "is a mixture of experts, whose syncs failed"),
@@ -258,6 +281,23 @@ MISTAKES = {
         "row 70: the prompt is the text of",
         EVERY,
     ),
+    "truth that is not used": (
+        rows(ROW, truth("5", reward_model={"style": "model", "ground_truth": "5"})),
+        "row 1: the style in its `reward_model` is 'model', | write 'rule'",
+    ),
+    "messages of ShareGPT": (
+        last(prompt=[{"from": "human", "value": "1="}]),
+        "row 70: a message has `role` and `content`; one has from, value",
+        EVERY,
+    ),
+    "messages as columns": (
+        last(prompt={"role": ["user"], "content": ["1="]}),
+        "row 70: the prompt is a dictionary",
+        SCRIPTS,
+    ),
+    "half a character": (last(prompt="1\ud83d="), "row 70: the prompt has half a char", EVERY),
+    "a list of all rows": (rows([ROW, ROW]), "--dataset | row 0 is no JSON object", EVERY),
+    "rows of another format": (table, "--dataset | read from .jsonl and .parquet files", EVERY),
     "parts": (last(prompt=PARTS), "row 70: a content is a list of parts", EVERY),
     "role that is not known": passed_over([HUMAN], TO_USERS, "human"),
     "system passed over": (*passed_over([SYSTEM, ASK], TO_USERS, "system"), EVERY),
@@ -267,8 +307,14 @@ MISTAKES = {
     "all passed over": (together(COUNTS, last()), "row 0: | leaves out the message of the 'user'"),
     "words are lost": (prompts("1 2 3 4 5="), "the spaces between | TokenizersBackend"),
     "too few pairs": ({"local_mini_batch_size": 80}, "0 updates of 80 | --num_train_ep", TRAINER),
+    "split of a file": ({"dataset_split": "train[:6]"}, "no split train[:6] in their names", EVERY),
+    "split of a folder": (
+        together(files("a.jsonl b.jsonl"), {"dataset_split": "val"}),
+        "--dataset | no split val in their names",
+    ),
     # Models and tokenizers
     "no weights": (WITHOUT_WEIGHTS, "it has no weights, | model.safetensors | --num_gpus", EVERY),
+    "no tokenizer": (BARE, "--model_name_or_path | it has no tokenizer, such as", EVERY),
     "another shape": (model(config(intermediate_size=7)), "down_proj.weight | [64, 7]", EVERY),
     "BERT": (model(architecture("BertForMaskedLM")), "BertForMaskedLM | decoder"),
     "too few positions": ({"response_length": 512}, "--response_length | positions | 512"),
@@ -284,6 +330,12 @@ MISTAKES = {
         together(IS_IN, rows(ROW, truth(""), truth(""))),
         "row 1: | empty, and any answer is right: '12358'",
     ),
+    "no reward": ({"apply_verifiable_reward": False}, "--apply_verifiable_reward, --add_r1"),
+    "warm-up alone": ({"warm_up_steps": 10, "total_episodes": 640}, "has 10 updates, and must"),
+    "warm-up of values": (WARM, "--warm_up_steps 2: the policy has 1 updates", PPO),
+    "a home": ({"output_dir": "~/runs"}, "--output_dir ~/runs: no shell expands ~", EVERY),
+    "a home in a path": ({"dataset": "~/a.jsonl"}, "--dataset ~/a.jsonl: no shell", EVERY),
+    "stop token": ({"stop_token": "<x>"}, "--stop_token <x>: the tokenizer has no such", EVERY),
     "seed": ({"seed": -1}, "--seed is -1; it must be at least 0"),
     "response": ({"response_length": 0}, "--response_length is 0; | at least 1"),
     "not a number": ({"beta": "nan"}, "--beta is nan"),
@@ -337,6 +389,8 @@ OF_ITS_OWN = together(IS_IN, rows(*[ROW | {"data_source": f"mine/{i}"} for i in 
 ALIKE = together(rows(*[ROW] * 35, *[truth("5")] * 35), call("return 1.0"))
 JUDGED = rows(*[ROW] * 35, *[truth("", data_source="judged")] * 35)
 NOTHING_ALONE = {"penalty_reward_value": -1.0, "r1_style_format_reward": "inf"}
+MANY = {"local_rollout_batch_size": 16, "number_samples_per_prompt": 4, "total_episodes": 640}
+MANY = together(rows(*[truth(f"{n}", prompt=f"{n}=") for n in range(4)]), MANY)
 SEVENTY = prompts(*map(str, range(10, 80)))
 # A text may be in the prompt in another form, and older answers may be left out
 REVERSED = template("{% for m in messages %}<|user|>{{ m.content | trim | reverse }}{% endfor %}")
@@ -372,7 +426,7 @@ PLANS = {
     "both orders": (rows(*[PAIR, TURNED] * 35), "70 pairs are there in both orders", TRAINER),
     "changed by the template": (REVERSED, "learners 1 ! distinct"),
     "tool's and older answers": (OLDER, "of 70 prompts 2 are distinct"),
-    "says nothing": (prompts([SYSTEM, ASK | {"content": ""}], "5="), "35 are empty or too long"),
+    "says nothing": (prompts([SYSTEM, ASK | {"content": ""}], "5="), "35 are dropped as empty"),
     "characters are lost": (
         LOST,
         "row 1, and so 35 of 70: | of the prompt, of all together '\u00e9\\u2028\u20ac'",
@@ -384,11 +438,25 @@ PLANS = {
     # The reward
     "debug": ({}, "learners 1 | 1 x compute_score | a row of debug/sorting scores 1"),
     "alike": (ALIKE, "row 0, and so 18 of 18 that were tried: | no more than"),
-    "sources": (OF_ITS_OWN, "a row of mine/0, mine/1, | mine/9, ... scores 1, a wrong answer 0"),
+    "sources": (OF_ITS_OWN, "a row of mine/0, mine/1, | mine/9, ... scores 1 (1 in"),
     "less than right": (call("return 0.95 * (text == truth)"), "18 of 18 | less than 1, which"),
+    "files of no split": (files("train.jsonl algebra.jsonl a.csv"), "2 files | first a.csv;"),
+    "files of other splits": (
+        files("train.jsonl test.jsonl dev/0.parquet"),
+        "35 prompts ! are not",
+    ),
+    "files that are no rows": (files("a.jsonl b.jsonl .x/a.jsonl info.md"), "70 prompts ! are not"),
+    "more than there are": (
+        MANY,
+        "40 passes over the 4 prompts | takes 16 prompts, and there are 4",
+    ),
+    "enough": (SEVENTY, "passes over the 70 prompts ! takes"),
     # Empty truths are let be where a source has no others
     "judged": (together(call("return len(text)"), JUDGED), "a row of judged scores"),
-    "a rule": (rows(*[truth('{"N": 3}')] * 64), "learners 1 ! scores"),
+    "a rule": (
+        rows(*[truth('{"N": 3}')] * 64),
+        "64 of 64 | Of test cases or constraints ! have it",
+    ),
     # Steps, flags, models, and the launch
     "steps": (TEN, "70 prompts | 10 of | 16 tokens | 1 a step, 10 in all, 64 each"),
     "pairs": ({"local_mini_batch_size": 8}, "8 of 8 of the 70 pairs | learners 1", TRAINER),

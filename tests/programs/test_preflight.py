@@ -19,6 +19,7 @@ from unittest import mock
 
 import fork
 import huggingface_hub
+import paths
 import preflight
 import preflight_cases as cases
 import pytest
@@ -27,7 +28,7 @@ import transformers
 import yaml
 from accelerate.commands import launch as launcher
 from helpers import GRPO, LORA, REPO, SCRIPTS, modules
-from helpers.files import write_text
+from helpers.files import write_rows, write_text
 from helpers.loops import options_of
 from helpers.processes import environment
 
@@ -151,9 +152,99 @@ def test_each_part_tells_its_first_mistake_after_the_plan(ask):
     options = {"seed": -1, "beta": -1, "dataset": "no.jsonl", "attn_implementation": "none"}
     status, plan, mistakes = ask("ppo_sync.py", options)
     assert status == 2 and "Plan of ppo_sync.py" in plan
-    starts = ("--beta", "FileNotFound", "--model")
+    starts = ("--beta", "--dataset no.jsonl: no such", "--model")
     for line, start in zip(mistakes.splitlines(), starts, strict=True):
         assert line.startswith(f"preflight: error: {start}")
+
+
+# ------------------------------------------------------------------------------- paths, and lengths
+
+
+@pytest.mark.parametrize("flag", ["dataset", "eval_dataset", "chat_template"])
+def test_pointer_of_git_lfs_is_named_by_its_flag(flag, ask, folder):
+    for number, ending in enumerate((".jsonl", ".parquet", ".jinja", "/a/b.jsonl")):
+        path = write_text(folder / f"{number}{ending}", f"{paths.POINTER.decode()}.com/spec/v1\n")
+        if "/" in ending:
+            path = folder / str(number) if "dataset" in flag else path
+        check_mistake(ask("ppo_sync.py", {flag: path}), f"--{flag} {path}: | a pointer of git-lfs")
+
+
+FLAGS_OF_MODELS = ["model_name_or_path", "tokenizer_name_or_path", "reward_model_path"]
+FLAGS_OF_MODELS += ["value_model_path"]
+HARMS = {
+    "cut short": lambda file: file.write_bytes(file.read_bytes()[:-9]),
+    "half is there": lambda file: file.write_bytes(file.read_bytes()[: file.stat().st_size // 2]),
+    "pointer": lambda file: file.write_bytes(paths.POINTER + b".github.com/spec/v1\n"),
+    "broken link": lambda file: file.unlink() or file.symlink_to("blobs/0123"),
+}
+
+
+@pytest.mark.parametrize("flag", FLAGS_OF_MODELS)
+@pytest.mark.parametrize("harm", HARMS)
+def test_model_with_a_damaged_file_is_told_once_and_by_its_flag(flag, harm, ask):
+    """Several parts read it, and what transformers says leads nowhere."""
+    files = ["tokenizer.json"]  # of whose folder no other file is needed
+    files += ["config.json"] * (flag != "tokenizer_name_or_path")
+    files += ["model.safetensors"] * (flag == "model_name_or_path")
+    for name in files:
+        make = cases.model(lambda folder, name=name: HARMS[harm](folder / name), flag=flag, to=name)
+        answer = ask("ppo_sync.py", make)
+        check_mistake(answer, f"--{flag} | {name}: {name} is")
+
+
+def test_whole_files_are_not_called_damaged(assets, folder):
+    rows = write_rows(folder / "rows.parquet", [cases.ROW])
+    assert paths.trouble_with_files(*(assets / "model").iterdir(), rows) == ""
+    rows.write_bytes(rows.read_bytes()[:-1])
+    assert "rows.parquet is cut short" in paths.trouble_with("dataset", str(rows))
+
+
+def test_model_below_the_folder_is_found(assets, folder):
+    for below in ("model", "checkpoint-9", "checkpoint-10", "a--b/snapshots/0123", "snapshots/0"):
+        shutil.copytree(assets / "model", folder / "run" / below)
+        said = paths.trouble_with("model_name_or_path", str(folder / "run"))
+        assert said.endswith("its model is in " + str(folder / "run/model")) == (below == "model")
+        shutil.rmtree(folder / "run" / "model", ignore_errors=True)
+    assert said.endswith("run/checkpoint-10")
+
+
+def test_path_that_is_not_there_is_told_before_anything_is_imported(folder):
+    """With the imports and the hub it took 42 seconds."""
+    flags = ["--dataset=a.jsonl", "--eval-dataset", "b/c/d", "--chat_template", "chatml"]
+    flags += ["--reward_fn", "r.py:f", "--model_name_or_path", "./none", "--output_dir", "none"]
+    command = [sys.executable, "-X", "importtime", REPO / "scripts" / "preflight.py"]
+    words = ["--config_file", "x.yaml", "mine.py", *flags, "--reward_model_path", "me/model"]
+    done = subprocess.run([*command, *words], cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 2 and "torch" not in done.stderr
+    said = re.findall(r"^preflight: error: (.*): (?:no such|it is)", done.stderr, re.MULTILINE)
+    assert said == [
+        "mine.py",
+        "--config_file x.yaml",
+        "--dataset a.jsonl",
+        "--eval_dataset b/c/d",
+        "--chat_template chatml",
+        "--reward_fn r.py:f",
+        "--model_name_or_path ./none",
+    ]
+
+
+@pytest.mark.parametrize("script", cases.EVERY)
+def test_limit_that_is_named_keeps_all_rows(script, ask):
+    """Of prompts, and of pairs."""
+    lengths = [3] * 56 + [30] * 7 + [40] * 7
+    both = cases.ROW | cases.PAIR
+    make = cases.rows(*[both | {"prompt": [cases.ASK | {"content": "1" * n}]} for n in lengths])
+    limit = "max_token_length" if script in cases.TRAINER else "max_prompt_token_length"
+
+    def ask_with(number):
+        answer = ask(script, make, {limit: number}, local_mini_batch_size=8)
+        check_plan(answer, "learners 1")
+        return answer[1]
+
+    assert " are dropped" not in ask_with(39)  # a tenth of the rows
+    (enough,) = re.findall(rf"and 14 as longer .*--{limit} (\d+) would keep those", ask_with(20))
+    assert int(enough) == (48 if script in cases.TRAINER else 42)  # with what is around the text
+    assert " are dropped" not in ask_with(int(enough))
 
 
 # ------------------------------------------------------------------------- the launch, and machines
@@ -399,7 +490,7 @@ def test_fork_is_checked_as_it_is(ask, folder):
 def test_reward_of_a_fork_reads_the_answer(name, ask, write_fork):
     """The fork's Response has other fields in other places."""
     answer = ask(write_fork(name), cases.IS_IN)
-    check_plan(answer, "scores 1, a wrong answer 0, an empty one 0")
+    check_plan(answer, "scores 1 (1 in | a wrong answer 0, an empty one 0")
 
 
 PARTS = fork.names_in(fork.DELETIONS)
@@ -485,5 +576,5 @@ def test_script_and_reward_import_their_own_neighbours(folder):
     env.pop("PYTHONDONTWRITEBYTECODE", None)
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
     answer = done.returncode, done.stdout, done.stderr
-    check_plan(answer, "Plan of my.fork.py | scores 0.75, a wrong answer 0, an empty one 0")
+    check_plan(answer, "Plan of my.fork.py | scores 0.75 | a wrong answer 0, an empty one 0")
     assert [*folder.rglob("__pycache__")] == []

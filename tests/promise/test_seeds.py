@@ -17,12 +17,13 @@ from transformers import AutoTokenizer
 import ppo_sync as script
 
 
-def test_lengths_of_prompts_are_drawn_where_they_differ(tmp_path):
+def test_lengths_of_prompts_are_drawn_unless_all_are_one(tmp_path, capsys):
     (tmp_path / "args.json").write_text(json.dumps({"max_prompt_token_length": 64}))
     for lengths in ([3, 3, 3], [2, 5, 5, 40]):
         (tmp_path / "prompt_lengths.json").write_text(json.dumps(lengths))
         plot_runs.draw_lengths(tmp_path)
         assert (tmp_path / "token_length.png").exists() == (len(lengths) == 4)
+    assert capsys.readouterr().out == ""
     assert (tmp_path / "token_length.png").read_bytes().startswith(b"\x89PNG")
 
 
