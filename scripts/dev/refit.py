@@ -6,8 +6,8 @@
 A diff that does not fit any more is merged with the change of its script, three ways. If both have
 changed the same lines, the merged fork is left as NAME.diff.conflict.py. Edit that file, as after a
 `git merge`, until it is the fork that you want, and run the same command again: it makes the diff
-of the file, and removes it. A diff in a page of docs/ that does not fit any more is printed, so that
-you can edit the page. The exit status is 1 while something is left to do.
+of the file, and removes it. A diff in a page of docs/ that does not fit any more is printed, so
+that you can edit the page. The exit status is 1 while something is left to do.
 """
 
 import contextlib

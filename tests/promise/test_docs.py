@@ -53,9 +53,8 @@ def test_flags_exist():
         assert flags <= known, page.name
 
 
-def test_readme_is_one_page_and_links_every_other():
+def test_readme_links_every_other_page():
     readme = (REPO / "README.md").read_text()
-    assert len(readme.split()) < 900
     assert [page.name for page in PAGES[1:] if f"docs/{page.name}" not in readme] == []
 
 
