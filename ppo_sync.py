@@ -2,7 +2,7 @@ r"""Synchronous PPO for language models (RLHF). vLLM generates first, then the l
 
 Without a GPU, this command does all the set-up and learns within minutes:
     bash scripts/train/debug/ppo_sync.sh
-On one GPU, with learner and vLLM colocated (docs/scaling.md has more GPUs, and several nodes):
+On one GPU, with learner and vLLM colocated (docs/gpus.md has more GPUs, and several nodes):
     accelerate launch --quiet --config_file scripts/accelerate/one_gpu.yaml ppo_sync.py \
         --dataset train.parquet --model_name_or_path Qwen/Qwen3-0.6B --save_freq 50
 

@@ -614,7 +614,7 @@ def load_classifier(run, path, is_trained):
 def check_weights(model):
     """Refuse a policy with weights that do not reach vLLM, or that the learner does not read."""
     if any("expert" in name for name, _ in model.named_parameters()):
-        raise Mistake("it is a mixture of experts, whose syncs failed (docs/scaling.md)")
+        raise Mistake("it is a mixture of experts, whose syncs failed (docs/gpus.md)")
     # Buffers are not sent to vLLM. Those that are not saved are computed there, too
     unread = {name for name, buffer in model.named_buffers() if buffer.is_floating_point()}
     unread &= model.state_dict().keys()

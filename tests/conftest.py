@@ -16,7 +16,7 @@ Which folder.
     engine       class VLLM, weight syncs, adapters, GPUs, several ranks
     life         how a run starts, resumes and ends; what machines lack
     programs     scripts/, each in a file of its own; recipes and the commands of the docs
-    forks        scripts/forks, and the changes of docs/changing_a_script.md
+    forks        scripts/forks, and the changes of docs/worked_changes*.md
     promise      what two documents name, one text in three scripts, budgets, docs
 net.py makes the wrong changes of net.toml, each of which tests must notice.
 Comparisons that are equal to the bit are made with commit 384dc96: scripts/dev/bits.py 384dc96.

@@ -1,8 +1,8 @@
-"""Which model fits on which GPUs: the tables of README and docs/scaling.md, by resource_plan.py.
+"""Which model fits on which GPUs: the tables of docs/memory.md, by resource_plan.py.
 
     python scripts/benchmark/fits.py
 
-scaling.md says what a cell has; README's table has the largest of the launches on a machine. vLLM
+The page says what a cell has. The first table has the largest of the launches on a machine. vLLM
 must have room for 8 responses at once. Computed, not measured: for the shapes of Qwen3 and Qwen2.5,
 prompts of 512 tokens, responses of 1,024, and otherwise the defaults.
 """
@@ -60,7 +60,7 @@ for nodes, files in enumerate((ON_8, ON_16), start=1):
         split = {"nodes": nodes, "learners": 6, "vllm_gpus": (6, 7)}
         LAUNCHES[f"{words}, shared"] = (80, file, {"nodes": nodes, "learners": 8})
         LAUNCHES[f"{words}, {6 * nodes} + {2 * nodes} for vLLM"] = (80, file, split)
-# README's rows: what the launches begin with
+# The first table's rows: what the launches begin with
 ROWS = {f"{size} GB": f"one GPU of {size} GB" for size in (24, 40, 80)}
 ROWS["eight of 80 GB"] = "8 x 80 GB"
 

@@ -6,8 +6,8 @@
 A diff that does not fit any more is merged with the change of its script, three ways. If both have
 changed the same lines, the merged fork is left as NAME.diff.conflict.py. Edit that file, as after a
 `git merge`, until it is the fork that you want, and run the same command again: it makes the diff
-of the file, and removes it. A change of docs/changing_a_script.md that does not fit any more is
-printed, so that you can edit the page. The exit status is 1 while something is left to do.
+of the file, and removes it. A diff in a page of docs/ that does not fit any more is printed, so
+that you can edit the page. The exit status is 1 while something is left to do.
 """
 
 import contextlib
@@ -74,21 +74,20 @@ def refit(path, commits, folder):
         print(f"made again: {path.relative_to(fork.REPO)}")
 
 
-def check_page():
-    """Yields what is said of changes of docs/changing_a_script.md that do not fit their scripts."""
-    page = (fork.REPO / "docs/changing_a_script.md").read_text("utf-8")
-    for part in page.split("n a copy of ")[1:]:
-        for name in re.findall(r"`(\w+\.py)`", part.partition(":")[0]):
+def check_page(path):
+    """Yields what is said of changes of a page that do not fit their scripts."""
+    for part in path.read_text("utf-8").split("n a copy of ")[1:]:
+        for name in re.findall(r"`(\w+\.py)`", re.match(r"`\S+`( or `\S+`)?|", part)[0]):
             script = (fork.REPO / name).read_text("utf-8")
             for diff in re.findall(r"```diff\n(.*?)```", part, re.DOTALL):
                 try:
                     fork.changes_in(f"@@ \n{diff}", script)
                 except ValueError as error:
-                    yield f"docs/changing_a_script.md: a change does not fit {name}: {error}"
+                    yield f"docs/{path.name}: a change does not fit {name}: {error}"
 
 
 def main(commits):
-    left = [*check_page()]
+    left = [line for page in sorted(fork.REPO.glob("docs/*.md")) for line in check_page(page)]
     for path in sorted(fork.REPO.glob("scripts/forks/**/*.diff")):
         try:
             with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""docs/changing_a_script.md: its diffs apply to copies of the scripts, which do what it says.
+"""Diffs of the pages: they apply to copies of the scripts, which run and do what the pages say.
 
 Of scripts/forks here is what all have in common; each has a file of tests of its own.
 """
@@ -23,15 +23,16 @@ import fork as program
 import pytest
 import refit
 import torch
-from helpers import ASYNC, GRPO, PPO, REPO, SCRIPTS, loops, rollouts
+from helpers import ASYNC, GRPO, PAGES, PPO, REPO, SCRIPTS, loops, rollouts
 from helpers.files import write_rows, write_text
 from helpers.programs import call_main
 from helpers.runs import without_clock
 
 import grpo_vllm_async as grpo
 
-PAGE = (REPO / "docs" / "changing_a_script.md").read_text()
-HEADINGS = re.findall(r"^### (.+)$", PAGE, re.MULTILINE)
+SECTIONS = "".join(page.read_text() for page in PAGES[1:])
+SECTIONS = dict(re.findall(r"^## ([^\n]+)\n(.*?)(?=^## |\Z)", SECTIONS, re.MULTILINE | re.DOTALL))
+HEADINGS = [heading for heading, section in SECTIONS.items() if "```diff" in section]
 each_script = pytest.mark.parametrize("script", ASYNC)
 
 
@@ -41,8 +42,7 @@ def fork(heading, script=None, text=None):
     script: None: the one that the section names first. A text names the scripts of its diffs.
     text: of the copy, None: the script's.
     """
-    section = re.search(rf"^### {heading}\n(.*?)^##", PAGE, re.MULTILINE | re.DOTALL)[1]
-    parts = section.split("n a copy of ")[1:]
+    parts = SECTIONS[heading].split("n a copy of ")[1:]
     named = [re.findall(r"`(\w+\.py)`", re.match(r"`\S+`( or `\S+`)?", part)[0]) for part in parts]
     script = script or named[0][0]
     text = text or (REPO / script).read_text()
@@ -213,7 +213,6 @@ def test_baseline_of_rloo_is_the_mean_of_the_others(run_fork):
 @pytest.mark.parametrize("heading", ["Leave one out", "The reward"])
 def test_change_that_the_deviation_takes_out_says_how_it_is_launched(heading, write_fork):
     """It would do nothing, without a word."""
-    section = re.search(rf"^### {heading}\n(.*?)^##", PAGE, re.MULTILINE | re.DOTALL)[1]
     module = importlib.import_module(write_fork(heading, GRPO[0]))
     has_score, scores = torch.ones(8), torch.tensor([1.0, 0, 0, 0, 1, 1, 0, 0])
     lengths = torch.tensor([7.0, 2, 3, 4, 5, 6, 7, 8])
@@ -225,7 +224,7 @@ def test_change_that_the_deviation_takes_out_says_how_it_is_launched(heading, wr
             of = [grpo.group_advantages(1 - x * lengths, has_score, 4, how) for x in (0.1, 0.01)]
         is_same[how] = torch.allclose(*of, atol=0.01)
     assert is_same == {"standard": True, "centered": False}
-    assert "--advantage_normalization centered" in section
+    assert "--advantage_normalization centered" in SECTIONS[heading]
 
 
 def test_response_scores_the_share_of_its_group_that_it_beats(run_fork):

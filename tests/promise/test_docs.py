@@ -53,9 +53,8 @@ def test_flags_exist():
         assert flags <= known, page.name
 
 
-def test_readme_is_one_page_and_links_every_other():
+def test_readme_links_every_other_page():
     readme = (REPO / "README.md").read_text()
-    assert len(readme.split()) < 900
     assert [page.name for page in PAGES[1:] if f"docs/{page.name}" not in readme] == []
 
 
@@ -132,9 +131,8 @@ def test_worked_example_is_what_the_command_prints(printed_by):
 
 
 def test_tables_of_what_fits_are_what_the_command_prints(printed_by):
-    """README's, and scaling.md's by launch."""
     tables = [
         line for line in printed_by("scripts/benchmark/fits").splitlines() if line.startswith("|")
     ]
-    pages = (REPO / "README.md").read_text() + (REPO / "docs" / "scaling.md").read_text()
-    assert len(tables) > 10 and [line for line in tables if line not in pages] == []
+    page = (REPO / "docs" / "memory.md").read_text()
+    assert len(tables) > 10 and [line for line in tables if line not in page] == []

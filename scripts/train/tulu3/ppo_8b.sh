@@ -5,7 +5,7 @@
 #   MACHINE_RANK=1 MAIN_PROCESS_IP=HOST bash scripts/train/tulu3/ppo_8b.sh      on the second
 #   MODEL=path/to/policy REWARD_MODEL=path/to/reward_model DATA=path/to/rows    folders in place of the hub
 # Further flags go to the script. --output_dir must be a disk that both nodes see. Where they share this folder too, run
-# `bash scripts/setup.sh` once before. docs/scaling.md has the rest.
+# `bash scripts/setup.sh` once before. docs/clusters.md has the rest.
 #
 # Needs, by scripts/preflight.py:
 #   two nodes of 8 GPUs: 35 GiB for a learner, of the 78 that it may take of a GPU of 80
