@@ -264,7 +264,7 @@ def read_config_file(options):
     try:
         if path:
             config = yaml.safe_load(Path(path).expanduser().read_text("utf-8"))
-            fsdp = {"fsdp_cpu_ram_efficient_loading": True} | (config.get("fsdp_config") or {})
+            fsdp = config.get("fsdp_config") or {}
             options.variables |= {name.upper(): value for name, value in fsdp.items()}
             options.variables[f"ACCELERATE_USE_{config['distributed_type']}".upper()] = True
             if options.is_set("ACCELERATE_USE_NO"):
@@ -284,14 +284,13 @@ def check_sharding(run):
             f"--config_file scripts/accelerate/ddp.yaml"
         )
     is_fsdp2 = str(options.variables.get("FSDP_VERSION")) == "2"
-    is_fsdp2 = is_fsdp2 and not options.is_set("FSDP_CPU_RAM_EFFICIENT_LOADING")
     is_known = is_fsdp2 and hasattr(run.script, "fully_shard")
     others = ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM", "ACCELERATE_USE_XLA")
     if any(map(options.is_set, others)) or (options.num_shards() and not is_known):
         raise Mistake(
             f"accelerate launch reads {path or 'the environment'}: launch with --config_file "
             f"scripts/accelerate/one_gpu.yaml, ddp.yaml or, if the script shards models, "
-            f"fsdp2.yaml, by fsdp_version 2 and with fsdp_cpu_ram_efficient_loading false"
+            f"fsdp2.yaml, by fsdp_version 2"
         )
 
 
