@@ -26,17 +26,20 @@ from pathlib import Path
 from statistics import mean
 from types import SimpleNamespace
 
-from internal.run_files import matrices_in, read_args, read_lines, read_metrics, read_rollouts
+from internal.run_files import (
+    NONE_RIGHT,
+    matrices_in,
+    read_args,
+    read_lines,
+    read_metrics,
+    read_rollouts,
+)
 from plot_runs import Run, draw_run, lines_of_table
 from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
 RATE, SCORE = "eval/verifiable_correct_rate", "eval/verifiable_score"
-NONE_RIGHT = (
-    "No answer counts as correct: an answer is correct if it scores 1 or more, or if the reward "
-    "returns `right`"
-)
 # What --summary lists if it exists: an interrupted run has no model
 FILES = {"model": "model", "metrics": "metrics.jsonl", "samples": "samples.jsonl"}
 FILES |= {"curves": "curves.png", "prompts' lengths": "token_length.png"}

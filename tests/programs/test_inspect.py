@@ -143,7 +143,10 @@ def test_last_lines_of_a_run(run_dir):
     assert speed.startswith("The learner waited for generation 50% of the time")
     assert (run_dir / "curves.png").is_file() and "To compare" not in "".join(shown)
     alike = {"objective/scores_std": 0.0, "objective/scores": 0.25}
-    assert "(0.25 in the last step), so there was nothing to learn" in inspect_run.describe_troubles([alike])[0]
+    assert (
+        "(0.25 in the last step), so there was nothing to learn"
+        in inspect_run.describe_troubles([alike])[0]
+    )
     assert shown[-1].endswith(f"--resume_from_checkpoint {run_dir}/checkpoints/step_10")
 
 

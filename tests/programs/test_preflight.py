@@ -514,7 +514,9 @@ def test_copy_without_parts_is_planned_as_the_script(names, ask, folder):
             check_mistake(copy, "if the script shards models")
             continue
         assert (" writes no checkpoint in " in copy[1]) == ("resume" not in names)
-        plans = [re.sub(r".* writes no checkpoint .*\n.*\n", "", plan) for _, plan, _ in (copy, script)]
+        plans = [
+            re.sub(r".* writes no checkpoint .*\n.*\n", "", plan) for _, plan, _ in (copy, script)
+        ]
         assert (plans[0], *copy[::2]) == (plans[1], *script[::2])
         assert copy[0] == (2 if launch.get("gpu_memory") == 0.5 else 0)
 
