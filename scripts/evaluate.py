@@ -1,36 +1,36 @@
-"""Evaluates a run's saved model on held-out prompts: several samples a prompt,
-with intervals, and compares models.
+"""Evaluate a run's saved model on held-out prompts, with intervals, and compare models.
 
-    # as the run evaluates itself: one greedy answer to each of its held-out prompts
+    # as the run evaluates itself: one greedy answer to each held-out prompt
     python scripts/evaluate.py output/RUN
     # eight answers to each prompt, at the temperature of training: mean and pass@k
     python scripts/evaluate.py output/RUN --samples 8
-    # the same of the model before training as well, and the two compared
+    # also the model before training, compared with the trained one
     python scripts/evaluate.py output/RUN --samples 8 --before
-    # the same of any model with the run's tokens, compared with the run's
+    # any model with the run's tokens, compared with the run's
     python scripts/evaluate.py output/RUN --samples 8 --model MODEL
-    # the same of another run, compared with the first one
+    # another run, compared with the first one
     python scripts/evaluate.py output/OTHER --samples 8 --compare output/RUN
 
-Prompts, lengths, stop tokens and rewards are those of the run, by its args.json
-and the script that made it. Start it where the run was started. The script and
-the file of the reward, as args.json names them, are run as they are: look at
-both before you evaluate a run that is not yours.
+Prompts, lengths, stop tokens and rewards are those of the run, read from its
+args.json and the script that made it. Start this program where the run was
+started. It executes the script and the file of the reward that args.json names,
+so read both before you evaluate a run that is not yours.
 
-pass@k is the share of prompts of which one of k answers is right, by the
-unbiased estimator of arXiv 2107.03374. "Right" is as in the run's metrics: a
-verifiable score of 1 or more, or what the reward returned as `right`. A
-response whose reward failed has no score: each figure says of how many prompts
-it is.
+pass@k is the fraction of prompts for which at least one of k answers is
+correct, by the unbiased estimator of arXiv 2107.03374. As in the run's metrics,
+an answer is correct if its verifiable score is 1 or more, or if the reward
+returned `right`. A response has no score if its reward failed. The column
+`prompts` says how many prompts a figure is over.
 
-An interval, from low to high, is of 95%: how far other prompts of the same kind
-might have moved the figure; another seed of training is not in it. Rows with
-the same tokens and the same truth are one prompt. Fewer than 30 are too few.
-Two models are compared prompt by prompt: a run's trained model less any other
-that was asked the same, in RUN/evaluations or where --compare says.
+`low` and `high` are a 95% interval: how far other prompts of the same kind
+could have moved the figure. It does not include the variation between training
+seeds. Examples with the same tokens and ground truth count as one prompt. Fewer
+than 30 prompts are too few. Two models are compared prompt by prompt. The
+difference is the run's trained model minus another model that had the same
+prompts and settings, in RUN/evaluations or in the folder of --compare.
 
-It writes responses.jsonl and evaluation.json, of each data source too, in
-RUN/evaluations/NAME.
+It writes responses.jsonl and evaluation.json, which also has the figures of each
+data source, in RUN/evaluations/NAME.
 """
 
 import argparse
@@ -53,23 +53,23 @@ from pathlib import Path
 import pandas
 from fork import import_fork
 from internal import model_paths
-from internal.run_files import is_right, read_args, read_lines
+from internal.run_files import NONE_RIGHT, is_right, read_args, read_lines
 
 ROOT = Path(__file__).resolve().parent.parent
-# What of a run's arguments decides which responses are sampled, and what they score; without dtype
-# and seed, in which two models that are compared may differ
+# The arguments that decide which responses are generated, and what they score. Models that are
+# compared can differ in dtype and seed
 SETTINGS = ("eval_temperature", "response_length", "verification_reward", "reward_timeout")
 SETTINGS += ("add_r1_style_format_reward", "r1_style_format_reward", "min_response_length")
 SETTINGS += ("non_stop_penalty", "penalty_reward_value")
 SETTINGS += ("reward_model_path", "reward_model_revision", "reward_model_multiplier")
-Z = 1.96  # 95% of a normal distribution are so many standard deviations about its mean
+Z = 1.96  # 95% of a normal distribution lie within this many standard deviations of its mean
 
 
 # ---------------------------------------------------------------------------------------- figures
 
 
 def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
-    """The probability that k of a prompt's samples, drawn at random, have a right one.
+    """Return the probability that k answers, drawn from a prompt's, include a correct one.
 
     >>> from itertools import combinations
     >>> draws = list(combinations([True, True, False, False, False], 3))
@@ -80,13 +80,14 @@ def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
 
 
 def estimate(values: list[float], low: float = 0.0, high: float = 1.0) -> dict:
-    """The mean of the prompts' values, which lie from `low` to `high`, with Wilson's interval.
+    """Return the mean of the prompts' values, which lie between `low` and `high`, with an interval.
 
-    It stays between low and high, and is no point where every answer was right. Where all values
-    are low or high, as scores of 0 and 1, its ends are the p with |mean - p| = 1.96 sqrt(p (1 - p)
-    / n). Other values spread less: their n is as many of low or high as would give the mean this
-    variance. Of values without limits, low and high are the least and the greatest that were seen;
-    of 30 prompts and more the interval is then near the mean plus and minus 1.96 standard errors.
+    It is Wilson's interval, which stays within low and high, and has a width even if all answers
+    are correct. If every value is low or high, like scores of 0 and 1, its ends are the p with
+    |mean - p| = 1.96 sqrt(p (1 - p) / n). Other values vary less. Their n is the number of values
+    of only low or high whose mean would have the same variance. If values have no limits, pass the
+    smallest and the largest that were seen. With 30 prompts or more, the interval is then close to
+    the mean plus and minus 1.96 standard errors.
 
     >>> estimate([1.0] * 15 + [0.0] * 5)
     {'mean': 0.75, 'low': 0.5313, 'high': 0.8881, 'prompts': 20}
@@ -100,7 +101,7 @@ def estimate(values: list[float], low: float = 0.0, high: float = 1.0) -> dict:
         return {"mean": round(mean, 4), "prompts": len(values)}
     share = min(1.0, max(0.0, (mean - low) / span))
     variance, most = statistics.pvariance(values) / span**2, share * (1 - share)
-    # Of prompts that are all alike nothing is known about the spread
+    # If all values are equal, nothing is known about their variance
     count = len(values) * (most / variance if variance > 0 else 1)
     center = (share + Z**2 / (2 * count)) / (1 + Z**2 / count)
     width = Z * math.sqrt(most / count + Z**2 / (4 * count**2)) / (1 + Z**2 / count)
@@ -109,11 +110,11 @@ def estimate(values: list[float], low: float = 0.0, high: float = 1.0) -> dict:
 
 
 def estimate_difference(differences: list[float], span: float) -> dict:
-    """The mean of the prompts' differences between two models, with an interval; counts of signs.
+    """Return the mean of the prompts' differences between two models, with an interval and counts.
 
-    span: the largest difference that there can be. The interval is that of Bonett and Price (2012),
-    the normal one of the differences and two more: one prompt was better and one worse, by the
-    largest difference that was seen. So it is no point where no prompt was worse, or all are equal.
+    span: the largest difference that is possible. The interval is that of Bonett and Price (2012):
+    the normal one after two prompts are added, one better and one worse by the largest difference
+    that was seen. It therefore has a width even if no prompt is worse, or all are equal.
 
     >>> estimate_difference([1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, -1.0], span=1.0)
     {'mean': 0.25, 'low': -0.2638, 'high': 0.6638, 'better': 3, 'worse': 1, 'equal': 4}
@@ -136,11 +137,11 @@ def rounded(mean, low, high):
 
 
 def figures_of(rows: list[dict], worth: float = 1.0) -> dict[str, tuple]:
-    """{name: (values, low, high)} of lines of responses.jsonl, without what no response has.
+    """Return {name: (values, low, high)} of lines of responses.jsonl, for figures that exist.
 
-    values: of each prompt that has the figure its mean over the prompt's answers; a Series. low,
-    high: what an answer's number is at least and at most; seen, or known to be possible. worth:
-    what a right answer scores, --verification_reward.
+    values is a Series with a prompt's mean over its answers. low and high are the least and the
+    most that an answer can have, or had if no limit is known. worth: the score of a correct answer,
+    --verification_reward.
     """
     names = ("score", "verifiable_score", "reward_model_score", "length")
     numbers = [
@@ -149,12 +150,12 @@ def figures_of(rows: list[dict], worth: float = 1.0) -> dict[str, tuple]:
         | {"stop_rate": row["stopped"], "right": is_right(row)}
         for row in rows
     ]
-    # What is None or not finite is no number: it counts nowhere
+    # Numbers that are None or not finite are ignored
     frame = pandas.DataFrame(numbers).astype(float).replace([math.inf, -math.inf], math.nan)
     prompts = frame.groupby([row["problem"] for row in rows])
     right = prompts["right"].agg(["count", "sum"]).astype(int)
     figures = {}
-    # As many answers as most prompts have: a few prompts may be there twice
+    # The number of answers that most prompts have, because a dataset can repeat a few prompts
     most = statistics.median_low(prompts.size())
     for k in (2**i for i in range(most.bit_length())):
         of_k = right[right["count"] >= k]
@@ -171,7 +172,7 @@ def figures_of(rows: list[dict], worth: float = 1.0) -> dict[str, tuple]:
 
 
 def summarize(rows: list[dict], worth: float = 1.0) -> dict:
-    """Counts, and of each figure its mean, interval, and how many prompts have it."""
+    """Return counts, and for each figure its mean, interval, and number of prompts."""
     counts = {
         "prompts": len({row["problem"] for row in rows}),
         "responses": len(rows),
@@ -184,7 +185,7 @@ def summarize(rows: list[dict], worth: float = 1.0) -> dict:
 
 
 def compare(rows: list[dict], other_rows: list[dict], worth: float = 1.0) -> dict:
-    """The differences of two models' scores and pass@1, on the prompts that both have them of."""
+    """Return the differences in score and pass@1 on the prompts for which both models have them."""
     ones, others = figures_of(rows, worth), figures_of(other_rows, worth)
     differences = {}
     for name in [name for name in ("score", "pass@1") if name in ones.keys() & others.keys()]:
@@ -202,29 +203,29 @@ def as_table(figures: dict[str, dict]) -> str:
 
 
 def show(evaluation: dict):
-    """Prints an evaluation.json."""
+    """Print an evaluation.json."""
     asked, results = evaluation["asked"], dict(evaluation["results"])
     print(f"\n{evaluation['model']} on {evaluation['dataset']}")
-    print(f"answers to each row: {asked['samples']}, temperature {asked['eval_temperature']:g}")
     counts = (results.pop(name) for name in ("prompts", "responses", "reward_failures"))
-    print("{:,} prompts, {:,} responses, the reward failed on {:,}".format(*counts))
+    print("{:,} prompts, {:,} responses; the reward failed for {:,}".format(*counts))
+    print(f"{asked['samples']} per prompt, at temperature {asked['eval_temperature']:g}")
     name = "pass@1" if "pass@1" in results else "score"
     sources = evaluation["by_source"]
     for source, figures in sources.items() if len(sources) > 1 else []:
         results |= {f"{name} {source}": figures[name]} if name in figures else {}
     print(as_table(results))
     if results.get("pass@1", {}).get("mean") == 0 < results["score"]["mean"]:
-        print("\nNo answer counts as right: that takes a score of 1, or a reward's `right`")
+        print(f"\n{NONE_RIGHT}")
 
 
 # ---------------------------------------------------------------------------- the run, its script
 
 
 def load_script(run_dir):
-    """The script that made a run, as a module.
+    """Import the script that made a run.
 
-    Where it has changed since, that one; where it is gone, or asks vLLM otherwise than we do here,
-    one of ours, for a run with adapters the fork lora. Either is said.
+    If it has changed since, use it as it is now. If it is missing, or has another interface, use
+    one of this repository's scripts, or the fork lora if the run has adapters. Print which.
     """
     saved = read_args(run_dir)
     made = saved.get("provenance", {})
@@ -234,29 +235,28 @@ def load_script(run_dir):
     def is_it(path):
         return hashlib.sha256(path.read_bytes()).hexdigest() == made.get("script_sha256")
 
-    path = max(filter(Path.is_file, places), key=is_it).resolve()  # the first, if none is
+    path = max(filter(Path.is_file, places), key=is_it).resolve()  # the first, if none matches
     sys.path[:0] = [str(path.parent), str(ROOT)]
     script, ours = map(importlib.import_module, (path.stem, "grpo_vllm_async"))
-    trouble = "" if is_it(path) else "is not here as it was"
+    trouble = "" if is_it(path) else "is missing or has changed"
 
     def signatures(module):
         names = ("VLLM.sample", "grade_responses", "score_responses", "describe")
         return [inspect.signature(attrgetter(name)(module)) for name in names]
 
     if signatures(script) != signatures(ours):
-        script, trouble = ours, "asks vLLM otherwise"
+        script, trouble = ours, "has a different interface"
     if saved.get("lora_rank") and "lora_rank" not in script.Args.__dataclass_fields__:
-        script, trouble = import_fork("lora"), "is not here as it was"
+        script, trouble = import_fork("lora"), "is missing or has changed"
     if trouble:
-        place = f"{script.__file__} takes its place"
-        print(f"Warning: the script that made {run_dir} {trouble}; {place}")
+        print(f"Warning: the script that made {run_dir} {trouble}; using {script.__file__} instead")
     return script
 
 
 def read_arguments(script, options):
-    """The run's Args with what the options replace.
+    """Return the run's Args with what the options replace, for one process and one GPU.
 
-    Flags that only another of the scripts has are left out. All else on one process and one GPU.
+    Flags that this script does not have are left out.
     """
     saved, names = read_args(options.run), {field.name for field in fields(script.Args)}
     args = script.Args(**{name: value for name, value in saved.items() if name in names})
@@ -271,24 +271,24 @@ def read_arguments(script, options):
     )
     if (options.run / "model").is_dir():
         args = replace(args, tokenizer_name_or_path=str(options.run / "model"), chat_template=None)
-    if options.eval_dataset and options.eval_dataset_split is None:  # the run's is of its own data
+    if options.eval_dataset and options.eval_dataset_split is None:  # the run's is for its own data
         args = replace(args, eval_dataset_split=script.Args.eval_dataset_split)
     given = {name: value for name, value in vars(options).items() if value is not None}
     args = replace(args, **{name: given[name] for name in names & given.keys()})
-    # Several greedy answers would be one
+    # Several greedy answers would be equal
     if options.samples > 1 and args.eval_temperature == 0:
         args = replace(args, eval_temperature=args.temperature)
     return args
 
 
 def saved_at(folder):
-    """When a model in a folder was saved; None: it is the hub's."""
+    """Return when a model in a folder was saved, or None for one of the Hub."""
     config = Path(folder) / "config.json"
     return round(config.stat().st_mtime, 3) if config.exists() else None
 
 
 def files_of_reward(path: Path) -> list[Path]:
-    """The file of a reward, and what it imports from its folder, packages as a whole."""
+    """Return the file of a reward, and the modules or packages that it imports beside it."""
     files, ahead = [], [path]
     while ahead:
         path = ahead.pop()
@@ -303,10 +303,9 @@ def files_of_reward(path: Path) -> list[Path]:
 
 
 def what_is_asked(script, args, options, prompts):
-    """What decides which responses are sampled, and what they score: two models can be compared
-    where all of it is alike.
+    """Return what decides which responses are generated and what they score.
 
-    Without a reward of the run's own the rule is the script's.
+    Two models can be compared if all of it is equal. Without --reward_fn the rule is the script's.
     """
     path, _, function = (args.reward_fn or f"{script.__file__}:").rpartition(":")
     files = files_of_reward(Path(path)) if function else [Path(path)]
@@ -322,11 +321,11 @@ def what_is_asked(script, args, options, prompts):
 
 
 def find_others(evaluation, run_dir, compared, fail):
-    """The folders of other models' evaluations with the same questions, the newest of each; and
-    lines that say why other models are not among them.
+    """Return the folders of other models' evaluations to compare with, of each model the newest.
 
-    compared: --compare, a run's folder or an evaluation's, which must have one; None: those of this
-    run, if there are any. fail: as in evaluate.
+    Also return lines that say why other models are not among them. compared: the folder of
+    --compare, which must have an evaluation, or None for those of this run, if there are any.
+    fail: as in evaluate.
     """
     found, reasons = {}, {}
     for path in sorted((compared or run_dir).glob("**/evaluation.json")):
@@ -341,19 +340,19 @@ def find_others(evaluation, run_dir, compared, fail):
             place = reasons if differing else found
             place[tuple(other["of"])] = (path.parent, ", ".join(differing))
     reasons = [
-        f"Not compared with {folder}, which differs in {differing}"
+        f"Not compared with {folder}, because it differs in {differing}"
         for model, (folder, differing) in reasons.items()
         if model not in found
     ]
     if not found and not reasons:
-        reasons = [f"Nothing is compared: no other model was evaluated in {compared or run_dir}"]
+        reasons = [f"No comparison: {compared or run_dir} has no evaluation of another model"]
     if compared and not found:
         fail(f"--compare: {'; '.join(reasons)}")
     return [folder for folder, _ in found.values()], reasons
 
 
 def show_comparison(folder: Path, other: Path, worth: float):
-    """Prints how the responses in two evaluations' folders compare: the trained model's first."""
+    """Print the differences between two evaluations. The trained model comes first."""
     one, two = (
         json.loads((each / "evaluation.json").read_bytes())
         | {"rows": read_lines(each / "responses.jsonl")}
@@ -361,21 +360,21 @@ def show_comparison(folder: Path, other: Path, worth: float):
     )
     if two["of"][0] == "trained" != one["of"][0]:
         one, two = two, one
-    print(f"\n{one['model']} less {two['model']}, prompt by prompt ({other.name})")
+    print(f"\n{one['model']} minus {two['model']}, per prompt ({other.name})")
     differences = compare(one["rows"], two["rows"], worth)
-    print(as_table(differences) if differences else "No prompt has a score of both")
+    print(as_table(differences) if differences else "No prompt has a score from both models")
 
 
 # ---------------------------------------------------------------------------------------- answers
 
 
 def load_held_out(script, args, options):
-    """The tokenizer and the held-out Prompts, drawn as the run draws them."""
+    """Return the tokenizer and the held-out Prompts, drawn as the run draws them."""
     tokenizer = script.load_tokenizer(args)
     if options.model:
         own = script.AutoTokenizer.from_pretrained(options.model)
         if own.get_vocab() != tokenizer.get_vocab():
-            raise ValueError(f"{options.model} has other tokens than the run's model")
+            raise ValueError(f"{options.model} must have the same tokens as the run's model")
     source = (args.eval_dataset, args.eval_dataset_config, args.eval_dataset_split)
     prompts = script.load_prompts(*source, tokenizer, args, is_eval=True)
     if 0 < args.num_eval_prompts < len(prompts):
@@ -385,17 +384,17 @@ def load_held_out(script, args, options):
 
 
 def sample(script, prompts, args, options):
-    """The Responses of a model to some Prompts, the samples of a prompt side by side."""
+    """Return a model's Responses to some Prompts. Those to one prompt are next to each other."""
     from safetensors.torch import load_file
 
     model_path = str(options.model or options.run / "model")
     gpus = (0,) if script.torch.cuda.device_count() else ()
     has_adapter = bool(getattr(args, "lora_rank", 0))
     if has_adapter:
-        # Rounded to bfloat16 the merged model would lose a part of what it learnt
+        # Rounding the merged model to bfloat16 would lose a part of what it learned
         model_path = str(options.model or args.model_name_or_path)
         args = replace(args, model_name_or_path=model_path)  # vLLM loads it from there
-    # Only its weights are needed, which vLLM gets one by one: on a GPU there is never a second copy
+    # vLLM gets the weights one by one, so that a GPU never holds a second copy
     weights_alone = replace(args, model_name_or_path=model_path, attn_implementation="eager")
     policy_class = script.AutoModelForCausalLM
     model = script.load_model(policy_class, model_path, weights_alone, trained=has_adapter)
@@ -406,24 +405,24 @@ def sample(script, prompts, args, options):
     max_length = max(len(prompt.token_ids) for prompt in prompts) + args.response_length
     vllm = script.VLLM((0, 1, gpus), model.config, max_length, args)
     device = "cuda" if gpus else "cpu"
-    # As the scripts send them: a tied head as well on a CPU, once on a GPU
+    # Send weights as the scripts do: a tied head is sent separately on a CPU, but not on a GPU
     parameters = model.named_parameters(remove_duplicate=bool(gpus))
     weights = ((name, weight.data.to(device)) for name, weight in parameters)
-    if has_adapter and options.model:  # another model gets an adapter of zeros
+    if has_adapter and options.model:  # give another model an adapter of zeros
         weights = script.gather_weights(model, args)
     elif has_adapter:
         items = load_file(options.run / "adapter/adapter_model.safetensors").items()
         weights = ((name.removeprefix("base_model.model."), weight) for name, weight in items)
     vllm.sync_weights(weights, 0)
-    print(f"Sampling {len(repeated):,} responses ...", flush=True)
+    print(f"Generating {len(repeated):,} responses ...", flush=True)
     return vllm.sample(repeated, seeds, args.eval_temperature)
 
 
 def answer_prompts(script, tokenizer, prompts, args, options):
-    """The Responses to some Prompts with their scores."""
+    """Return Responses to some Prompts, with scores."""
     workers = None
     try:
-        if args.reward_fn:  # first, for it may not load
+        if args.reward_fn:  # start workers first, because the reward may not load
             workers = script.start_reward_workers(args)
         responses = sample(script, prompts, args, options)
         responses = script.grade_responses(responses, tokenizer, workers, args)
@@ -439,34 +438,34 @@ def answer_prompts(script, tokenizer, prompts, args, options):
 
 
 def rows_of(script, responses, num_samples):
-    """Lines of responses.jsonl: what samples.jsonl has of a response, and which one it is."""
+    """Return lines of responses.jsonl, which are those of samples.jsonl with an identity."""
     rows = []
     for number, response in enumerate(responses):
         index, sample = divmod(number, num_samples)
         prompt = response.prompt
-        # The same in every evaluation of this prompt, and in rows that repeat it
+        # This is equal in every evaluation of the prompt, and in examples that repeat it
         problem = f"{script.stable_hash(list(prompt.token_ids), prompt.ground_truth):016x}"
         place = {"prompt_index": index, "sample": sample, "problem": problem}
-        place["origin"] = prompt.origin  # its dataset and row
+        place["origin"] = prompt.origin  # the dataset and its row
         rows.append(place | script.describe(response, None))
     return rows
 
 
 def evaluate(options, fail):
-    """Makes the evaluation, shows it, and compares it with others.
+    """Evaluate a model, print the result, and compare it with others.
 
-    fail: parser.error, which ends this program with a line.
+    fail: parser.error, which prints a line and ends this program.
     """
-    # Not before the command line is known to be right, for it takes seconds
+    # Load the script after the command line was checked, because it takes seconds
     script = load_script(options.run)
     script.transformers.utils.logging.set_verbosity_error()
     script.transformers.utils.logging.disable_progress_bar()
-    os.environ.setdefault("PYTHONWARNINGS", "ignore")  # of vLLM's process
+    os.environ.setdefault("PYTHONWARNINGS", "ignore")  # for vLLM's process
     args = read_arguments(script, options)
     if args.eval_dataset is None:
-        fail("the run has no --eval_dataset; say --dataset")
+        fail("the run has no --eval_dataset; pass --dataset")
     if args.reward_fn and not os.path.isfile(args.reward_fn.rpartition(":")[0]):
-        fail(f"--reward_fn {args.reward_fn}: there is no such file; say path/to/file.py:function")
+        fail(f"--reward_fn {args.reward_fn}: the file does not exist; pass FILE.py:FUNCTION")
     try:
         tokenizer, prompts = load_held_out(script, args, options)
     except (ValueError, OSError, KeyError, NotImplementedError) as error:
@@ -475,7 +474,7 @@ def evaluate(options, fail):
     evaluation = {
         "model": model,
         "dataset": args.eval_dataset,
-        # A run's own not by its place, which may move
+        # The run's own model is not identified by its path, because a run's folder can be moved
         "of": [str(options.model or "trained"), saved_at(model)],
         "asked": what_is_asked(script, args, options, prompts),
         "seed": args.seed,
@@ -501,54 +500,57 @@ def evaluate(options, fail):
     for other in others:
         show_comparison(folder, other, worth)
     print("", *reasons, sep="\n")
-    print(f"\nAll responses and figures: {folder}")
+    print(f"\nResponses and figures: {folder}")
 
 
 def main():
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a Ctrl-C ends this, whatever it waits for
-    sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may know ASCII alone
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends this at once
+    sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may support only ASCII
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("run", type=lambda path: Path(path).expanduser(), help="folder of the run")
-    add("--samples", type=int, default=1, help="answers to each row (default 1)")
-    temperature = "default: the run's --eval_temperature; where that is 0 and there are several "
-    temperature += "samples, the run's --temperature"
+    add("run", type=lambda path: Path(path).expanduser(), help="Folder of the run.")
+    add("--samples", type=int, default=1, help="Answers per prompt (default 1).")
+    temperature = "Temperature of sampling. Defaults to the run's --eval_temperature, or to its "
+    temperature += "--temperature if that is 0 and there are several samples."
     add("--temperature", dest="eval_temperature", type=float, help=temperature)
-    dataset = "held-out prompts; default: the run's"
+    dataset = "Held-out prompts. Default: the run's."
     add("--dataset", dest="eval_dataset", type=os.path.expanduser, help=dataset)
-    split = "their split, when they are on the hub; default: the run's"
+    split = "Split of the held-out prompts on the Hub. Default: the run's."
     add("--dataset_split", dest="eval_dataset_split", help=split)
-    add("--dataset_config", dest="eval_dataset_config", help="their configuration, likewise")
-    prompts = "how many of them, 0: all; default: the run's --num_eval_prompts, the same ones"
+    config = "Configuration of the held-out prompts on the Hub. Default: the run's."
+    add("--dataset_config", dest="eval_dataset_config", help=config)
+    prompts = "Number of held-out prompts. 0 means all. Defaults to the run's --num_eval_prompts, "
+    prompts += "which are the same prompts."
     add("--prompts", dest="num_eval_prompts", type=int, help=prompts)
-    rule = "in place of the run's rule"
+    rule = "Reward function to use instead of the run's."
     add("--reward_fn", type=os.path.expanduser, metavar="FILE:FUNCTION", help=rule)
-    add("--response_length", type=int, help="most tokens; default: the run's")
-    model = "folder of a model with the run's tokens, or its name on the hub; default: RUN/model"
+    length = "Maximum number of tokens in a response. Default: the run's."
+    add("--response_length", type=int, help=length)
+    model = "Model with the run's tokens, as a folder or a name on the Hub. Default: RUN/model."
     add("--model", type=os.path.expanduser, help=model)
-    before = "evaluate the model before training as well, first, and compare the two"
+    before = "Evaluate the model before training as well, and compare the two."
     add("--before", action="store_true", help=before)
-    add("--seed", type=int, help="seed of the sampling; default: the run's")
-    others = "folder of another run or evaluation, to compare with; default: this run's others"
+    add("--seed", type=int, help="Seed of sampling. Default: the run's.")
+    others = "Folder of a run or an evaluation to compare with. Default: this run's evaluations."
     add("--compare", type=lambda path: Path(path).expanduser(), metavar="FOLDER", help=others)
     options = parser.parse_args()
 
     if not (options.run / "args.json").is_file():
-        parser.error(f"{options.run} holds no args.json: it is not the folder of a run")
+        parser.error(f"{options.run} is not the folder of a run, because it has no args.json")
     if options.before and options.model:
-        parser.error("--before names the model that the run began with; leave --model out")
+        parser.error("--before evaluates the model that the run began with; remove --model")
     models = [options.model]
     if options.before:
         models = [read_args(options.run)["model_name_or_path"], None]
     for model in models:
-        # A run's own folder is no name of the hub
+        # A run's own folder must not be taken for a name on the Hub
         path = model or (options.run / "model").absolute()
         if trouble := model_paths.trouble_with_model(path):
             parser.error(f"{path}: {trouble}")
     if options.samples > 1 and options.eval_temperature == 0:
-        parser.error("--temperature 0 is greedy: all --samples would be one")
+        parser.error("--temperature 0 is greedy, so all --samples would be equal")
     for options.model in models:
         evaluate(options, parser.error)
 

@@ -1,16 +1,16 @@
-"""Shows a run in the terminal, while it goes on or when it is finished.
+"""Show a run in the terminal, while it trains or afterwards.
 
-What run it is, how far it came, its last numbers, what limited its speed, and
+It prints how far the run is, its last metrics, what limited its speed, and
 training responses of the last step.
 
     python scripts/inspect_run.py output/RUN
-    # again every 10 seconds
+    # every 10 seconds
     watch -n 10 python scripts/inspect_run.py output/RUN
-    # what the scripts print at a run's end: answers before and after training,
-    # what limited its speed, commands that go on from here; draws the pictures
+    # what the scripts print at the end of a run: answers before and after
+    # training, what limited its speed, and next commands; also draws the curves
     python scripts/inspect_run.py output/RUN --summary
 
-Curves, tokens with their numbers, wrong answers by evaluation: report.py.
+For curves, tokens with their numbers, and incorrect answers, use report.py.
 """
 
 import argparse
@@ -26,21 +26,27 @@ from pathlib import Path
 from statistics import mean
 from types import SimpleNamespace
 
-from internal.run_files import matrices_in, read_args, read_lines, read_metrics, read_rollouts
+from internal.run_files import (
+    NONE_RIGHT,
+    matrices_in,
+    read_args,
+    read_lines,
+    read_metrics,
+    read_rollouts,
+)
 from plot_runs import Run, draw_run, lines_of_table
 from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
 RATE, SCORE = "eval/verifiable_correct_rate", "eval/verifiable_score"
-NONE_RIGHT = "No answer counts as right: that takes a score of 1, or a reward that returns `right`"
-# What --summary names where it is there: an interrupted run has no model
+# What --summary lists if it exists: an interrupted run has no model
 FILES = {"model": "model", "metrics": "metrics.jsonl", "samples": "samples.jsonl"}
 FILES |= {"curves": "curves.png", "prompts' lengths": "token_length.png"}
-LETTERS = 500  # of a response at most
+LETTERS = 500  # characters that are shown of a response
 
-# What is timed, time/NAME: on the side of vLLM, which works beside training in an asynchronous
-# run, with what helps where it is waited for; and on the learner's
+# Timed parts (time/NAME) of generation, which runs beside training in an asynchronous run, each
+# with what helps if the learner waits for it. Then those of training
 GENERATION = {
     "generation": "shorter responses help, or more GPUs for vLLM (--vllm_gpus) if there are any",
     "reward": "more --reward_workers or a faster reward help",
@@ -48,16 +54,16 @@ GENERATION = {
 }
 TRAINING = ["update", "forward", "reward_model", "weight_sync", "checkpoint"]
 WAITS = ["wait_for_generation", "wait_for_prompts"]
-LONG = 0.15  # a share of the time that is worth a word
+LONG = 0.15  # the fraction of the time from which a wait is reported
 
 
 def printable(text: str) -> str:
-    """Without the control characters that a terminal would obey."""
+    """Replace the control characters that a terminal would obey."""
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", " ", text)
 
 
 def both_ends(text: str, number: int) -> str:
-    """The first and last characters of a text that has more than `number`."""
+    """Return the first and last characters of a text that has more than `number`."""
     if len(text) <= number:
         return text
     half = number // 2
@@ -74,7 +80,7 @@ def end_of_prompt(row: dict) -> str:
 
 
 def text_of(row: dict) -> str:
-    """A response; of several turns what was observed is in brackets."""
+    """Return a response. If it has several turns, observations are in brackets."""
     turns = row.get("turns") or [row["response"]]
     return " ".join(f"[{turn}]" if i % 2 else turn for i, turn in enumerate(turns))
 
@@ -84,11 +90,11 @@ def show_score(score: float | None) -> str:
 
 
 def show_figures(row: dict) -> str:
-    """A response's score, the parts of it, what else its reward returned, or why it failed.
+    """Return a response's score with its parts, what else its reward returned, or why it failed.
 
     >>> row = {"score": 0.5, "verifiable_score": 1.0, "length": 7, "stopped": True}
     >>> show_figures(row | {"reward_model_score": -0.5, "reward_metrics": {"strict": 1.0}})
-    'score 0.5, verifiable 1, reward model -0.5, strict 1, 7 tokens, stopped'
+    'score 0.5, verifiable 1, reward model -0.5, strict 1, 7 tokens, complete'
     """
     parts = {}
     if row["score"] not in (None, row.get("verifiable_score")):
@@ -99,28 +105,28 @@ def show_figures(row: dict) -> str:
     figures = ["score none" if is_said else f"score {show_score(row['score'])}"]
     figures += [f"{k.replace('_', ' ')} {v:.3g}" for k, v in parts.items() if v is not None]
     figures += [f"the reward failed: {in_one_line(reason[:200])}"] if reason else []
-    end = "stopped" if row["stopped"] else "cut"
+    end = "complete" if row["stopped"] else "truncated"
     return printable(", ".join([*figures, f"{row['length']} tokens", end]))
 
 
 def describe_progress(run_dir: Path, args: dict, metrics: list[dict]) -> str:
-    """How far a run came; if it is not at its end, how long ago it wrote that."""
-    steps = args.get("num_training_steps") or args["num_updates"]  # of a reward model
+    """Return how far a run is. If it has not ended, add how long ago it wrote that."""
+    steps = args.get("num_training_steps") or args["num_updates"]  # a reward model has updates
     last = metrics[-1]
     since = (time.time() - (run_dir / "metrics.jsonl").stat().st_mtime) / 60
-    ago = "" if last["training_step"] == steps else f"; that was {since:.1f} minutes ago"
+    ago = "" if last["training_step"] == steps else f" (written {since:.1f} minutes ago)"
     minutes = last["time/from_scratch"] / 60
     return f"Step {last['training_step']:.0f} of {steps}, after {minutes:.1f} minutes{ago}"
 
 
 def describe_speed(metrics: list[dict]) -> str | None:
-    """Which side of a run waited for the other, and what to do about it.
+    """Return which side of a run waited for the other, and what to do about it.
 
-    None: neither waited for long, or there are too few steps to know. Where the sides take turns
-    none of them waits; then it says what a step was spent on.
+    Return None if neither waited for long, or if there are too few steps. If generation and
+    training take turns, return what a step was spent on, because then neither waits.
     """
-    # A process begins with waiting: for its models, and for the first responses. Those of step 2
-    # were asked for when nothing was trained yet
+    # A process begins by waiting for its models and for the first responses. Those of step 2 were
+    # requested before anything was trained
     generated = "time/generation"
     steps = [line for last, line in pairwise(metrics) if generated in last and generated in line]
     seconds = Counter()
@@ -136,29 +142,33 @@ def describe_speed(metrics: list[dict]) -> str | None:
 
     if not any(line.get("policy/staleness") for line in metrics):
         spent = shares([*GENERATION, *TRAINING], training)
-        said = f"Generation and training took turns (a step: {spent})"
+        said = f"Generation and training took turns. Of a step, {spent}"
         is_slow = seconds["reward"] >= LONG * training
         return f"{said}. The reward is slow: {GENERATION['reward']}" if is_slow else said
 
-    # A wait reaches over several steps of the learner, so it is compared with what generation does
+    # A wait can span several steps of the learner, so it is compared with the time of generation
     vllm_waited = seconds["wait_for_prompts"] / (seconds["wait_for_prompts"] + generation)
     learner_waited = seconds["wait_for_generation"] / training
     if max(vllm_waited, learner_waited) < LONG:
         return None
     if vllm_waited > learner_waited:
-        said = f"vLLM waited for the learner {vllm_waited:.0%} of the time (a training step: "
-        return f"{said}{shares(TRAINING, training)}): more learners or shorter responses help"
+        return (
+            f"vLLM waited for the learner {vllm_waited:.0%} of the time (of a training step, "
+            f"{shares(TRAINING, training)}): more learners or shorter responses help"
+        )
     slow = [part for part in GENERATION if seconds[part] >= generation / 3]
-    said = f"The learner waited for {' and '.join(slow)} {learner_waited:.0%} of the time"
-    remedies = "; ".join(GENERATION[part] for part in slow)
-    return f"{said} (a batch: {shares(GENERATION, generation)}): {remedies}"
+    return (
+        f"The learner waited for {' and '.join(slow)} {learner_waited:.0%} of the time (of a "
+        f"batch, {shares(GENERATION, generation)}): {'; '.join(GENERATION[part] for part in slow)}"
+    )
 
 
 def model_flops(run_dir: Path, args: dict, metrics: list[dict]) -> tuple[float, float] | None:
-    """FLOPs for a token that is in an update: of the update, and of the passes before it.
+    """Return a token's model FLOPs in an update, and in the forward passes before it.
 
-    By plan.flops_of_token, for policy and value model, which has no head. GRPO's first mini-batch
-    has no pass of the policy before. None: there is no saved model.
+    They are resource_plan.flops_of_token for the policy and the value model, which has no head. In
+    GRPO the first mini-batch has no forward pass of the policy before its update. Return None if
+    the run has no saved model.
     """
     model = run_dir / "model"
     if not (model / "config.json").is_file():
@@ -183,7 +193,7 @@ def model_flops(run_dir: Path, args: dict, metrics: list[dict]) -> tuple[float, 
 
 
 def describe_utilization(run_dir: Path, args: dict, metrics: list[dict], times: dict) -> str:
-    """Model FLOPs as a share of the learners' peak, in updates and over whole steps, or nothing."""
+    """Return model FLOPs as fractions of the learners' peak, or "" if they are not known."""
     gpu = args.get("provenance", {}).get("gpu")
     flops = model_flops(run_dir, args, metrics) if gpu else None
     peak = flops and sys.modules["internal.resource_plan"].peak_of(gpu)
@@ -191,15 +201,15 @@ def describe_utilization(run_dir: Path, args: dict, metrics: list[dict], times: 
         return ""
     of_gpus = peak[0] * args["world_size"] / mean(line["val/update_tokens"] for line in metrics)
     in_updates, in_all = flops[0] / times["update"], sum(flops) / times["training"]
-    said = f"{in_updates / of_gpus:.1%} of the peak in updates, {in_all / of_gpus:.1%} over all"
+    said = f"{in_updates / of_gpus:.1%} of the peak in updates, {in_all / of_gpus:.1%} overall"
     return f"; model FLOPs {said} ({gpu})"
 
 
 def describe_costs(run_dir: Path, args: dict, metrics: list[dict]) -> str | None:
-    """A line to compare runs by: rates, the GPUs' utilization, seconds of a step, and memory.
+    """Return a line to compare runs by: rates, utilization of GPUs, seconds of a step, and memory.
 
-    None: no step is known that has them. Left out are the first two steps and the last, which wait
-    or do not overlap, where there are others.
+    The first two steps and the last are left out if there are others, because they wait or do not
+    overlap. Return None if no step has these metrics.
     """
     steps = [line for line in metrics if "val/update_tokens" in line]
     steps = steps[2:-1] or steps
@@ -209,33 +219,33 @@ def describe_costs(run_dir: Path, args: dict, metrics: list[dict]) -> str | None
     times = {name: mean(line.get(f"time/{name}", 0) for line in steps) for name in names}
     sampled = mean(line["perf/response_tokens_per_second"] for line in steps)
     read = mean(line["val/update_tokens"] for line in steps)
-    rates = f"{sampled:,.0f} response tokens a second, learner {read / times['update']:,.0f} in "
-    rates += f"updates and {read / times['training']:,.0f} over all"
+    rates = f"{sampled:,.0f} response tokens per second; learner {read / times['update']:,.0f} "
+    rates += f"tokens per second in updates and {read / times['training']:,.0f} overall"
     utilization = describe_utilization(run_dir, args, steps, times)
     whole = times.pop("training")
     spent = ", ".join(f"{name} {s:.3g}" for name, s in times.items() if s >= 0.01 * whole)
     memory = max(line["perf/memory_gib"] for line in metrics if "perf/memory_gib" in line)
-    said = f"To compare: {rates}{utilization}; a step {whole:.3g} s ({spent})"
-    return f"{said}; a learner's peak {memory:.3g} GiB"
+    said = f"To compare: {rates}{utilization}; {whole:.3g} s per step ({spent})"
+    return f"{said}; learner's peak memory {memory:.3g} GiB"
 
 
 def describe_evaluations(metrics: list[dict]) -> list[str]:
-    """What the first and the last evaluation say: answers right, and where it differs their score.
+    """Return sentences on the first and last evaluation: correct answers, and scores if different.
 
     >>> first, last = {RATE: 0.5, SCORE: 0.5}, {RATE: 0.75, SCORE: 0.8, "eval/policy_version": 40}
     >>> print(*describe_evaluations([first | {"eval/policy_version": 0}, {}, last]), sep="\\n")
-    Held-out prompts answered right: 50.0% before training, 75.0% after 40 steps
+    Held-out prompts answered correctly: 50.0% before training, 75.0% after 40 steps
     Mean verifiable score of their answers: 0.500 before training, 0.800 after 40 steps
     """
     evaluations = [line for line in metrics if RATE in line]
     rates, scores = [], []
     for line in [*evaluations[:1], *evaluations[1:][-1:]]:
-        version = line["eval/policy_version"]  # the steps that the policy had trained
+        version = line["eval/policy_version"]
         when = f"after {version:.0f} steps" if version > 0 else "before training"
         rates.append(f"{line[RATE]:.1%} {when}")
         scores.append(f"{line[SCORE]:.3f} {when}")
-    said = [f"Held-out prompts answered right: {', '.join(rates)}"] if rates else []
-    # Rewards that are shares of 1: an answer may be worth something and not be right
+    said = [f"Held-out prompts answered correctly: {', '.join(rates)}"] if rates else []
+    # With a reward between 0 and 1, an answer can score something without being correct
     if any(line[SCORE] != line[RATE] for line in evaluations):
         said.append(f"Mean verifiable score of their answers: {', '.join(scores)}")
         said += [] if any(line[RATE] for line in evaluations) else [NONE_RIGHT]
@@ -243,15 +253,15 @@ def describe_evaluations(metrics: list[dict]) -> list[str]:
 
 
 def describe_troubles(metrics: list[dict]) -> list[str]:
-    """Whether there was nothing to learn from, and whether many of the last responses were cut."""
+    """Return warnings: there was nothing to learn from, or many responses were truncated."""
     sentences, last = [], metrics[-1]
     if all(line.get("objective/scores_std", 1) <= 0 for line in metrics):
-        said = f"In every step all responses scored alike, at last {last['objective/scores']:g}"
-        sentences.append(f"{said}: there was nothing to learn from")
-    cut = 1 - last.get("objective/stop_rate", 1)  # a reward trainer's run has none
-    if cut > 0.2:
-        advice = "a longer --response_length or --non_stop_penalty helps"
-        sentences.append(f"{cut:.0%} of the last responses were cut: {advice}")
+        said = f"All responses of a step always had the same score ({last['objective/scores']:g}"
+        sentences.append(f"{said} in the last step), so there was nothing to learn from")
+    truncated = 1 - last.get("objective/stop_rate", 1)  # a reward trainer's run has no stop rate
+    if truncated > 0.2:
+        advice = "a higher --response_length or --non_stop_penalty helps"
+        sentences.append(f"{truncated:.0%} of the last responses were truncated: {advice}")
     return sentences
 
 
@@ -259,7 +269,7 @@ def describe_troubles(metrics: list[dict]) -> list[str]:
 
 
 def describe_samples(samples: list[dict], number: int = 3) -> list[str]:
-    """Answers to the first held-out prompts, by the first policy that was asked and by the last."""
+    """Return answers to the first held-out prompts, by the first and by the last policy."""
     versions = sorted({sample["policy_version"] for sample in samples})
     answers = defaultdict(dict)
     for row in samples:
@@ -276,8 +286,7 @@ def describe_samples(samples: list[dict], number: int = 3) -> list[str]:
 
 
 def next_steps(run_dir: Path) -> list[str]:
-    """Commands that go on from here, as they can be typed where this program was called."""
-
+    """Return the next commands, as they can be typed where this program was called."""
     python = Path(sys.prefix).with_name(".venv") / "bin/python"  # a link to this environment
     if not (python.exists() and python.parent.samefile(Path(sys.executable).parent)):
         python = sys.executable
@@ -296,12 +305,12 @@ def next_steps(run_dir: Path) -> list[str]:
     steps = [int(step) for step in steps if step.isdecimal()]
     if model.is_dir():
         lines.append(f'Use it:      transformers.AutoModelForCausalLM.from_pretrained("{model}")')
-        # vLLM would choose bfloat16, which rounds a part of a merged adapter's change away
+        # vLLM would choose bfloat16, whose rounding removes part of what a merged adapter changed
         dtype = ', dtype="float32"' if (run_dir / "adapter").is_dir() else ""
         lines.append(f'             vllm.LLM("{model}"{dtype})')
     elif steps:
         newest = run_dir / f"checkpoints/step_{max(steps)}"
-        lines.append(f"Resume it:   its command with --resume_from_checkpoint {newest}")
+        lines.append(f"Resume it:   repeat its command with --resume_from_checkpoint {newest}")
     return lines
 
 
@@ -323,14 +332,14 @@ def show_truth(row: dict) -> list[str]:
 
 
 def show_responses(rows: list[dict], number: int) -> Iterator:
-    """Of each prompt the response with the highest score and the one with the lowest."""
+    """Yield, for each prompt, the response with the highest score and the one with the lowest."""
     groups = defaultdict(list)
     for row in rows:
         groups[row["prompt"]].append(row)
     step, version = rows[0]["training_step"], rows[0]["policy_version"]
     age = step - 1 - version
-    late = f", which were {age} step{'s' * (age > 1)} old" if age else ""
-    yield f"\nResponses of step {step}, sampled by the weights after step {version}{late}"
+    late = f", {age} step{'s' * (age > 1)} old" if age else ""
+    yield f"\nResponses of step {step}, generated by policy version {version}{late}"
     left = number
     for group in groups.values():
         best_first = sorted(group, key=lambda row: row["score"] or 0, reverse=True)
@@ -346,7 +355,8 @@ def show_responses(rows: list[dict], number: int) -> Iterator:
             yield show_figures(row)
             answer = both_ends(printable(text_of(row)), LETTERS)
             yield Padding(answer, (0, 0, 0, 2), expand=False)
-    yield f"\n{number - left} of {len(rows)} responses; --responses N shows more, report.py all"
+    shown = f"\n{number - left} of {len(rows)} responses are shown"
+    yield f"{shown}. --responses N shows more, report.py shows all"
 
 
 # ------------------------------------------------------------------------------ the program
@@ -356,7 +366,7 @@ def show_run(run_dir: Path, args: dict, metrics: list[dict], number: int) -> Ite
     yield f"{args['run_name']}: {args['exp_name']}, {args['model_name_or_path']}"
     yield shlex.join(args.get("provenance", {}).get("command", []))
     if not metrics:
-        yield "No step is finished yet"
+        yield "No step has finished yet"
         return
     yield describe_progress(run_dir, args, metrics)
     run = Run(args["run_name"], metrics, args)
@@ -370,21 +380,22 @@ def show_run(run_dir: Path, args: dict, metrics: list[dict], number: int) -> Ite
 
 
 def main():
-    sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may know ASCII alone
+    sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may support only ASCII
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("run", type=Path)
-    parser.add_argument("--summary", action="store_true", help="what the scripts say at its end")
-    responses = "how many responses at most, of each prompt two (8)"
+    parser.add_argument("run", type=Path, help="Folder of the run.")
+    summary = "Print the summary that the scripts print at the end of a run."
+    parser.add_argument("--summary", action="store_true", help=summary)
+    responses = "Number of responses to show, up to two for each prompt (default 8)."
     parser.add_argument("--responses", type=int, default=8, metavar="N", help=responses)
     options = parser.parse_args()
     run_dir = options.run.expanduser()
     if not (run_dir / "args.json").is_file():
-        parser.error(f"{run_dir} holds no args.json: it is not the folder of a run")
+        parser.error(f"{run_dir} is not the folder of a run, because it has no args.json")
     args, metrics = read_args(run_dir), read_metrics(run_dir)
     if options.summary and not metrics:
-        parser.error(f"{run_dir} has no metrics.jsonl yet: the run made no step")
+        parser.error(f"{run_dir} has no metrics.jsonl yet, because the run has finished no step")
     if options.summary:
         print_summary(run_dir, args, metrics)
     else:

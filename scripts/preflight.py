@@ -1110,7 +1110,7 @@ def check_memory(run):
 
 
 def plan_of_data(run):
-    """Lines on data, steps and updates."""
+    """Yield the lines on data, steps and updates."""
     args = run.args
     yield "model", f"{args.model_name_or_path}"
     for line in run.of_data:
@@ -1118,75 +1118,77 @@ def plan_of_data(run):
     if run.train_rows is not None and not run.trains_reward_model():
         text = run.tokenizer.decode(run.train_rows[0].token_ids)
         shown = repr(text) if len(text) <= 120 else f"{text[:50]!r} ... {text[-70:]!r}"
-        yield "", f"the first prompt, as the model reads it: {shown}"
+        yield "", f"first prompt as the model reads it: {shown}"
     if args.num_updates == 0:
         return
     if args.num_updates < 100:
         more = "--num_train_epochs" if run.trains_reward_model() else "--total_episodes"
         run.notes.append(
-            f"{args.num_updates} optimizer updates are few: raise {more}, or lower the batch "
-            f"sizes, which count for each rank"
+            f"{args.num_updates} optimizer updates are few. Raise {more}, or lower the batch "
+            f"sizes, which are per rank"
         )
     if run.trains_reward_model():
-        pairs = f"of the {len(run.train_rows):,} pairs"
-        yield "updates", f"{args.num_updates:,} of {args.mini_batch_size} {pairs}"
+        pairs = f"{args.mini_batch_size} of the {len(run.train_rows):,} pairs"
+        yield "updates", f"{args.num_updates:,}, each on {pairs}"
         return
-    batch = f"{args.rollout_batch_size:,} prompts x {args.number_samples_per_prompt}"
-    yield "steps", f"{args.num_training_steps:,} of {batch} responses"
+    samples = args.number_samples_per_prompt
+    batch = f"{args.rollout_batch_size * samples:,} responses ({args.rollout_batch_size:,} prompts "
+    yield "steps", f"{args.num_training_steps:,}, each on {batch}x {samples})"
     if run.train_rows is not None:
         count = len(run.train_rows)
         passes = args.num_training_steps * args.rollout_batch_size / count
         number = f"{passes:,.0f}" if passes >= 10 else f"{passes:.2g}"
-        yield "", f"{number} passes over the {count:,} prompts"
+        yield "", f"{number} epochs of the {count:,} prompts"
         if args.rollout_batch_size > count:
             run.notes.append(
-                f"a step takes {args.rollout_batch_size:,} prompts, and there are {count:,}: each "
-                f"is there several times; lower --local_rollout_batch_size, or raise "
+                f"a step takes {args.rollout_batch_size:,} prompts, but there are {count:,}, so a "
+                f"step repeats prompts. Lower --local_rollout_batch_size, or raise "
                 f"--number_samples_per_prompt instead"
             )
         length = f"{run.max_length():,} tokens, {args.response_length:,} of them for the response"
         yield "", f"a row has up to {length}"
     if run.eval_rows:
-        count = f"of {len(run.eval_rows):,} prompts"
-        evaluations = min(args.num_evals, args.num_training_steps // 2)
-        yield "", f"evaluations {count}: {evaluations}, and one after the last step"
+        count = min(args.num_evals, args.num_training_steps // 2)
+        yield "", f"{count} evaluations on {len(run.eval_rows):,} prompts, and one at the end"
     updates = args.num_updates // args.num_training_steps
-    yield "updates", f"{updates} a step, {args.num_updates:,} in all, {args.mini_batch_size} each"
+    each = f"{updates} per step, each on {args.mini_batch_size} responses"
+    yield "updates", f"{args.num_updates:,}, which are {each}"
 
 
 def plan_of_memory(run):
-    """Lines on memory, by part and in sum, and on the disk."""
+    """Yield the lines on memory, by part and in sum, and on the disk."""
     if not run.knows_sizes():
         return
     args, room = run.args, plan.learner_room(run)
     largest, parts = plan.learner_memory(run)
-    limit = "" if room is None else f", of the {in_words(room)} that it may take of its GPU"
-    yield "memory", f"of a learner: about {in_words(plan.learner_needs(run))}{limit}"
-    yield "", f"at the most, in {largest}:"
+    limit = "" if room is None else f" of {in_words(room)} available"
+    yield "memory", f"a learner needs about {in_words(plan.learner_needs(run))}{limit}"
+    yield "", f"peak: {largest}"
     for name, size in parts.items():
         yield "", f"{in_words(size):>10}  {name}"
     for line in plan.advice(run):
         yield "", line
     if run.options.local_processes() > 1:
-        whole = plan.host_memory(run)
-        yield "", f"of a machine, not of GPUs: {in_words(whole)}, while learners load whole models"
+        whole = in_words(plan.host_memory(run))
+        yield "", f"a node needs {whole} of host memory, because each learner loads a whole model"
     if not run.trains_reward_model():
         least = plan.engine_needs(run) if run.options.has_gpus() else plan.engine_memory(run)
-        share = f"{args.vllm_gpu_memory_utilization:g} (--vllm_gpu_memory_utilization)"
-        yield "", f"of vLLM: at least {in_words(least)}; of GPUs {share}"
+        share = f"{args.vllm_gpu_memory_utilization:.0%} (--vllm_gpu_memory_utilization)"
+        yield "", f"vLLM needs at least {in_words(least)}; of GPUs it gets {share}"
         if run.shares_gpus() and run.options.gpu_memory:
-            yield "", plan.room_for_responses(run)
+            for line in plan.room_for_responses(run):
+                yield "", line
     number, size = plan.checkpoints_on_disk(run)
     steps = getattr(args, "num_training_steps", args.num_updates)
     model = in_words(plan.final_model(run))
     yield "disk", f"{in_words(number * size)} for {number} checkpoints, {model} for the final model"
     if not number and "save_freq" in vars(args):
-        yield "", f"no checkpoint, by --save_freq {args.save_freq} of {steps:,} steps: a run that"
-        yield "", "ends early has to begin again"
+        yield "", f"--save_freq {args.save_freq} writes no checkpoint in {steps:,} steps, so a run"
+        yield "", "that ends early cannot be resumed"
 
 
 def plan_of_reward(run):
-    """Lines on what scores are made of, and how the reward has scored."""
+    """Yield the lines on what scores consist of, and what the reward returned in trials."""
     args = run.args
     if run.trains_reward_model():
         return
@@ -1199,53 +1201,53 @@ def plan_of_reward(run):
         sources.setdefault(scores, []).append(str(source))
     for (bare, boxed, in_format, wrong, empty), names in sources.items():
         shown = ", ".join(names[:10]) + (", ..." if len(names) > 10 else "")
-        yield "", f"the ground truth of a row of {shown} scores {bare:g}"
+        yield "", f"tried on examples of {shown}: the ground truth scores {bare:g}"
         yield "", f"({boxed:g} in \\boxed{{}}, {in_format:g} in the R1 format),"
-        yield "", f"a wrong answer {wrong:g}, an empty one {empty:g}"
+        yield "", f"a wrong answer {wrong:g}, an empty answer {empty:g}"
     if run.format:
         yield "reward", f"{args.r1_style_format_reward:g} x the R1 format, after {run.format}"
 
 
 def plan_of_checkpoint(run):
-    """Lines on what is resumed."""
+    """Yield the lines on the checkpoint that the run resumes."""
     if run.checkpoint_dir is None:
         if run.args.resume_from_checkpoint and run.run_dir:
-            yield "resumes", f"nothing: {run.run_dir} has no checkpoint, and a new run begins there"
+            yield "resumes", f"no checkpoint: {run.run_dir} has none, so a new run begins there"
         return
     yield "resumes", str(run.checkpoint_dir)
     step = run.script.step_of
     checkpoints = run.script.list_checkpoints(run.run_dir)
     if newer := [path.name for path in checkpoints if step(path) > step(run.checkpoint_dir)]:
-        yield "", f"and removes what is newer: {', '.join(newer)}"
+        yield "", f"newer checkpoints will be removed: {', '.join(newer)}"
     for name, (was, now) in run.changed.items():
-        yield "", f"{name} was {was} and is {now}"
+        yield "", f"--{name} was {was} and is now {now}"
 
 
 def print_plan(run):
-    """Prints what the run will do, as far as it is known."""
+    """Print what the run will do, as far as it is known."""
     print(f"Plan of {run.script.__name__}.py")
     parts = [plan_of_data, plan.plan_of_processes, plan_of_memory, plan_of_reward]
     for part in [*parts, plan_of_checkpoint]:
         try:
             for name, text in part(run):
                 print(f"  {name:<9}{printable(text)}")
-        except Exception as error:  # of a fork, as in check
-            run.notes.append(f"{part.__name__} ends: {describe(error)}")
+        except Exception as error:  # a fork may lack a function, as in check
+            run.notes.append(f"{part.__name__} failed: {describe(error)}")
     for note in dict.fromkeys(run.notes):
         print(f"  note     {printable(note)}")
 
 
 def launch_command(options, words):
-    """The command that launches what was checked, by the launcher beside this Python.
+    """Return the command that launches what was checked, with the launcher beside this Python.
 
-    Where no file of accelerate is named, it is the one of this folder that does the same.
+    Without a --config_file it names the file of scripts/accelerate that does the same.
     """
     learners, machines = options.num_processes, options.num_machines
     launcher = Path(sys.executable).with_name("accelerate")
     file = Path(__file__).with_name("accelerate") / ("ddp.yaml" if learners > 1 else "one_gpu.yaml")
     is_on_path = shutil.which("accelerate") == str(launcher)
     command = ["accelerate" if is_on_path else os.path.relpath(launcher), "launch", "--quiet"]
-    # The launcher does not expand a home
+    # The launcher does not expand ~
     command += ["--config_file", os.path.expanduser(options.config_file or os.path.relpath(file))]
     flags = f"--num_processes {learners}"
     if machines > 1:
@@ -1258,7 +1260,7 @@ def launch_command(options, words):
 
 
 def one_line(mistake):
-    """A mistake in one line that a terminal shows."""
+    """Return a mistake as one line that a terminal can show."""
     line = printable(" ".join(str(mistake).split()))
     if len(line) > 450:
         line = f"{line[:330]} ... {line[-115:]}"
@@ -1266,14 +1268,14 @@ def one_line(mistake):
 
 
 def check(run):
-    """All parts; returns the mistakes, the first of each part."""
+    """Run all checks; return the mistakes, of each check the first."""
     mistakes = []
 
     def attempt(part, *needed):
         if None not in needed and False not in needed:
             try:
                 part(run)
-            except Exception as error:  # such as of a fork, which may lack a function
+            except Exception as error:  # for example, a fork may lack a function
                 mistakes.append(describe(error))
 
     is_trainer = run.trains_reward_model()
@@ -1296,11 +1298,11 @@ def check(run):
 
 
 def main(words):
-    """Checks and prints; returns the exit status."""
+    """Check a run, print its plan, and return the exit status."""
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     datasets.disable_progress_bars()
-    # Code that comes with a model is refused, and nobody is asked
+    # Refuse code that comes with a model, without asking
     transformers.dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0
     split = next((index for index, word in enumerate(words) if word.endswith(".py")), len(words))
     options = tyro.cli(Options, args=words[:split], description=__doc__, use_underscores=True)
@@ -1334,9 +1336,10 @@ def main(words):
         print(one_line(mistake), file=sys.stderr)
     if mistakes:
         return 2
-    others = ", and on each other machine by its own --machine_rank"
+    others = ", and on every other node with its own --machine_rank"
     where = f" on HOST{others}" if options.num_machines > 1 else ""
-    print(f"Launch{where}:\n{launch_command(options, words[split:])}")
+    notes = f", {len(dict.fromkeys(run.notes))} notes" if run.notes else ""
+    print(f"No errors{notes}. Launch{where}:\n{launch_command(options, words[split:])}")
     return 0
 
 

@@ -1,11 +1,12 @@
-"""Writes what a run left as one page, to look at in a browser: RUN/report.html.
+"""Write a run as one page for a browser: RUN/report.html.
 
     python scripts/report.py output/RUN
-    # runs beside each other: comparison.html in this folder
+    # several runs beside each other: comparison.html in this folder
     python scripts/report.py output/A output/B
 
-Whether it learned and is healthy, curves, answers to held-out prompts, and training responses token
-by token. The page needs no network. While a run goes on it can be made again.
+The page shows whether the run learned and is healthy, curves, answers to held-out prompts, and
+training responses token by token. It needs no network. You can write it again while a run
+continues.
 """
 
 import argparse
@@ -32,16 +33,17 @@ from tokenizers import Tokenizer
 
 PAGE, DOCS = Path(__file__).parent / "internal/report_page", Path(__file__).parent.parent / "docs"
 FILES = ("uPlot.min.css", "page.css"), ("uPlot.iife.min.js", "page.js")
-# Bytes of the page; of its curves and answers at most. Rollouts take what is left
+# The most bytes of the page, of its curves, and of its answers. Rollouts get what is left
 MOST, MOST_CURVES, MOST_ANSWERS = 5_900_000, 1_200_000, 1_500_000
-# Lists of a line that are no number for each token
+# Lists in a line of rollouts.jsonl that do not hold one number per token
 NO_NUMBERS = {"token_ids", "turns", "observed"}
-# Characters of a text, tokens and evaluations of a response: fewer where too few items fit
+# Characters of a text, tokens of a response and its evaluations, of which there are fewer if too
+# few items would fit
 DETAILS = (6000, 2000, 99), (2000, 400, 10), (500, 80, 3)
 
 
 def verdicts(metrics: list[dict], args: dict, first_rows: list[dict]) -> list[dict]:
-    """The questions of warning_signs.py, with a run's figures and what is ill."""
+    """Return the questions of warning_signs.py with a run's figures and warning signs."""
     ill = defaultdict(list)
     for ask, said, failure in warning_signs.illnesses(metrics, args, first_rows):
         heading, wrong = warning_signs.FAILURES.get(failure, ("", ""))
@@ -60,20 +62,23 @@ def verdicts(metrics: list[dict], args: dict, first_rows: list[dict]) -> list[di
 
 
 def dump(value) -> bytes:
-    """JSON that may stand in a page's <script>; what is not finite is null there."""
+    """Return JSON that is safe in a page's <script>. Numbers that are not finite become null."""
     value = json.loads(json.dumps(value), parse_constant=lambda name: None)
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").encode(errors="replace")
 
 
 def spread_out(items: list, number: int) -> list:
-    """Evenly spaced ones, with both ends, where there are more: of [1, 2, 3, 4, 5] [1, 3, 5]."""
+    """Return `number` evenly spaced items with both ends: of [1, 2, 3, 4, 5] it is [1, 3, 5]."""
     places = {round(i * (len(items) - 1) / max(1, number - 1)) for i in range(number)}
     return [items[place] for place in sorted(places)] if len(items) > number else items
 
 
 def fit(items: list, build: Callable, most: int, few: int = 3) -> list:
-    """build(item, one of DETAILS) of evenly spaced items, of as many as fit into `most` bytes."""
+    """Return build(item, detail) of as many evenly spaced items as fit into `most` bytes.
+
+    The first of DETAILS is used with which at least `few` items fit.
+    """
     for detail in DETAILS if items else []:
         some = [build(item, detail) for item in spread_out(items, 8)]
         count = min(len(items), int(most * len(some) / len(dump(some))))
@@ -86,7 +91,7 @@ def fit(items: list, build: Callable, most: int, few: int = 3) -> list:
 
 
 def curves_of(run: plots.Run, most: int) -> dict[str, list]:
-    """{metric: [steps, values]}; of many points the least and the greatest of neighbours."""
+    """Return {metric: [steps, values]}. Of many neighbouring points only the extremes are kept."""
     curves = {}
     for name in sorted(plots.names_in([run]) - {"training_step"}):
         points = plots.points_of(run.metrics, name)
@@ -100,7 +105,7 @@ def curves_of(run: plots.Run, most: int) -> dict[str, list]:
 
 
 def describe(row: dict, detail: tuple) -> dict:
-    """What is said of a response beside its tokens."""
+    """Return what the page shows of a response beside its tokens."""
     text = "\n".join(row.get("turns") or [row["response"]])
     said = {name: row[name] for name in ("policy_version", "score", "length")} | {
         "right": is_right(row)
@@ -109,12 +114,12 @@ def describe(row: dict, detail: tuple) -> dict:
 
 
 def answers_of(run_dirs: list[Path], runs: list[plots.Run], most: int) -> dict:
-    """Held-out prompts [prompt, truth, source, of each run its answers by evaluation]."""
+    """Return held-out prompts as [prompt, ground truth, source, each run's answers in order]."""
     prompts, times = defaultdict(lambda: [[] for _ in runs]), Counter()
     for i, run_dir in enumerate(run_dirs):
         for row in read_lines(run_dir / "samples.jsonl"):
             key = row["prompt"], str(row["ground_truth"]), str(row.get("data_source"))
-            time = i, row["policy_version"], *key  # a prompt may be there twice
+            time = i, row["policy_version"], *key  # a dataset may contain a prompt twice
             times[time] += 1
             prompts[*key, times[time]][i].append(row)
 
@@ -129,14 +134,15 @@ def answers_of(run_dirs: list[Path], runs: list[plots.Run], most: int) -> dict:
 
 
 def load_tokenizer(run_dir: Path, name: str, revision: str | None):
-    """The run's tokenizer, or while there is no model in the run's folder the one it began with.
+    """Load the run's tokenizer, or the one it began with if the run has no model yet.
 
-    None: not here. Nothing is downloaded. (transformers would take seconds to start.)
+    Return None if neither is on this disk, because nothing is downloaded. transformers is not used
+    here, because it would take seconds to start.
     """
     for folder in (run_dir / "model", Path(name)):
         if (folder / "tokenizer.json").is_file():
             return Tokenizer.from_buffer((folder / "tokenizer.json").read_bytes())
-    with contextlib.suppress(HFValidationError):  # a path
+    with contextlib.suppress(HFValidationError):  # the name is a path
         path = try_to_load_from_cache(name, "tokenizer.json", revision=revision)
         if isinstance(path, str):
             return Tokenizer.from_buffer(Path(path).read_bytes())
@@ -144,7 +150,10 @@ def load_tokenizer(run_dir: Path, name: str, revision: str | None):
 
 
 def token_texts(token_ids: list[int], tokenizer) -> list[str | None]:
-    """The text of each token. None: it is a part of a character, whose last token has the text."""
+    """Return the text of each token.
+
+    It is None for a token that ends within a character, whose last token has the text.
+    """
     texts, context, start = [], 0, 0
     for end in range(1, len(token_ids) + 1):
         # A token's text may depend on the one before it, such as a space at its beginning
@@ -159,7 +168,7 @@ def token_texts(token_ids: list[int], tokenizer) -> list[str | None]:
 
 
 def numbers_of(row: dict, name: str) -> list[float]:
-    """A number for each of a response's token_ids: NaN for observed ones, which have none."""
+    """Return a number for each of a response's token_ids. Observed tokens have none and get NaN."""
     numbers = row[name]
     for start, end in row.get("observed", []):
         numbers = [*numbers[:start], *[math.nan] * (end - start), *numbers[start:]]
@@ -167,7 +176,7 @@ def numbers_of(row: dict, name: str) -> list[float]:
 
 
 def describe_tokens(row: dict, tokenizer, most: int) -> dict:
-    """Texts, ids and numbers of a response's tokens, in place of its text; of many the two ends."""
+    """Return the texts, ids and numbers of a response's tokens, of many only both ends."""
     count, gap = len(row["token_ids"]), max(0, len(row["token_ids"]) - most)
     kept = [*range((count - gap) // 2), *range((count + gap) // 2, count)]
     ids = [row["token_ids"][place] for place in kept]
@@ -182,7 +191,7 @@ def describe_tokens(row: dict, tokenizer, most: int) -> dict:
 
 
 def rollouts_of(run_dir: Path, args: dict, most: int) -> dict:
-    """Steps of rollouts.jsonl with their groups, and a sentence that says how many fit."""
+    """Return the steps of rollouts.jsonl with their groups, and a note on how many fit."""
     lines = read_rollouts(run_dir)
     whole = {step for step, (line, *_) in lines.items() if "token_ids" in json.loads(line)}
     name = args.get("tokenizer_name_or_path") or args["model_name_or_path"]
@@ -201,8 +210,8 @@ def rollouts_of(run_dir: Path, args: dict, most: int) -> dict:
     rest = [step for step in lines if step not in whole]
     shown = fit(sorted(whole), build, most)
     texts = fit(rest, build, most - len(dump(shown))) if len(shown) == len(whole) else []
-    said = f"{len(shown)} of {len(whole)} steps that have tokens are in this page"
-    said += f", and {len(texts)} of {len(rest)} steps with text alone" if rest else ""
+    said = f"This page has {len(shown)} of the {len(whole)} steps that were written with tokens"
+    said += f", and {len(texts)} of the {len(rest)} steps with text only" if rest else ""
     added = tokenizer.get_added_tokens_decoder().items() if tokenizer else []
     steps = sorted(shown + texts, key=itemgetter("step"))
     return {"steps": steps, "note": said, "special": [i for i, token in added if token.special]}
@@ -222,7 +231,7 @@ def describe_run(run: plots.Run, run_dir: Path, points: int) -> dict:
 
 
 def make_page(run_dirs: list[Path]) -> bytes:
-    """The whole file: it loads nothing, and a browser runs no script but its own."""
+    """Return the page, which loads nothing, and in which a browser runs only the page's script."""
     runs = plots.read_runs(run_dirs)
     points = min(500, MOST_CURVES // (16 * len(runs) * len(plots.names_in(runs))))
     data = {
@@ -237,24 +246,25 @@ def make_page(run_dirs: list[Path]) -> bytes:
     rest = (MOST - len(dump(data)) - len(style) - len(script)) // len(runs)
     for run, shown, run_dir in zip(runs, data["runs"], run_dirs, strict=True):
         shown |= rollouts_of(run_dir, run.args, rest)
-    nonce = secrets.token_hex(16).encode()  # a browser runs what has it, and nothing else
+    nonce = secrets.token_hex(16).encode()  # a browser runs only the script that has it
     parts = {b"STYLE": style, b"SCRIPT": script, b"DATA": dump(data), b"NONCE": nonce}
     return re.sub(rb"{{(\w+)}}", lambda name: parts[name[1]], (PAGE / "page.html").read_bytes())
 
 
 def main():
-    sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may know ASCII alone
+    sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may support only ASCII
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="in place of these")
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="Folder of a run.")
+    output = "File to write. Defaults to RUN/report.html, or comparison.html for several runs."
+    parser.add_argument("--output", type=Path, metavar="FILE", help=output)
     options = parser.parse_args()
     for run_dir in options.runs:
         if not ((run_dir / "args.json").is_file() and read_metrics(run_dir)):
-            parser.error(f"{run_dir} has no args.json, or no step in metrics.jsonl yet")
+            parser.error(f"{run_dir} has no args.json, or metrics.jsonl has no step yet")
     one = options.runs[0] / "report.html" if len(options.runs) == 1 else Path("comparison.html")
     output, page = options.output or one, make_page(options.runs)
     plots.save(lambda path: path.write_bytes(page), output)
-    print(f"Wrote {output}, {len(page) / 1e6:.1f} MB: open it in a browser")
+    print(f"Wrote {output} ({len(page) / 1e6:.1f} MB). Open it in a browser.")
 
 
 if __name__ == "__main__":

@@ -1,27 +1,27 @@
-r"""Trains a reward model on pairs of a chosen and a rejected response (Bradley-Terry).
+r"""Train a reward model on pairs of a chosen and a rejected response (Bradley-Terry).
 
-No GPU needed, sets itself up, learns in a minute:
+A tiny one, which needs no GPU, includes the set-up, and learns in a minute:
 
     bash scripts/train/debug/reward_model.sh
 
-One GPU (ddp.yaml: eight GPUs; torchrun --nproc_per_node 2: two ranks without GPUs):
+On one GPU (on eight GPUs use ddp.yaml; on two CPU ranks, torchrun --nproc_per_node 2):
 
     accelerate launch --quiet --config_file scripts/accelerate/one_gpu.yaml \
         scripts/train_reward_model.py \
         --model_name_or_path Qwen/Qwen3-0.6B \
         --dataset rm_train.parquet --eval_dataset rm_test.parquet --save_freq 50
 
-A row is scored as PPO and GRPO will score it: prompt, response and stop token, each tokenized on
-its own, read at the last token. That one is found by length: where the pad token is also the stop
-token, its id says nothing. Rows, models and checkpoints are read by functions of ppo_sync.py.
+A row is scored as PPO and GRPO will score it: prompt, response and stop token are tokenized
+separately, and the score is read at the last token. The last token is found by length, because
+the pad token can be the same as the stop token. ppo_sync.py's functions read rows, models and
+checkpoints.
 
 Deliberate simplifications:
- 1. Every response of the data counts as complete; one without its stop token is never seen
-    (that is for --non_stop_penalty). Pairs that are too long are dropped, not cut.
- 2. Rows are padded, not packed; chosen and rejected go through the model in one batch.
- 3. What is left of the pairs when the last optimizer batch is full is not trained on.
+ 1. Every response of the data counts as complete, so the model never sees one without its stop
+    token (use --non_stop_penalty for those). Pairs that are too long are dropped, not truncated.
+ 2. Rows are padded, not packed. Chosen and rejected responses are in one batch.
+ 3. Pairs that do not fill a last mini-batch are not trained on.
 
-"Collective" in a docstring: every rank must call the function, in the same order.
 arXiv: reward models 2009.01325, 2203.02155; centering 2312.09244.
 """
 
@@ -59,98 +59,99 @@ from ppo_sync import (  # noqa: F401
 
 @dataclass
 class Args:
-    """A reward model, from pairs of a chosen and a rejected response."""
+    """Options of a reward model's training. Every run sets a model, a dataset and its sizes."""
 
     # -- The run
     exp_name: str = "reward_model"
-    """name of the experiment"""
+    """Name of the experiment."""
     seed: int = 1
-    """seed of everything random: order of pairs, the new head"""
+    """Seed of the order of pairs and of the new head."""
     run_name: str | None = None
-    """folder of the run below output_dir; None: exp_name, seed, the time and random letters"""
+    """Folder of the run in output_dir. Default: exp_name, seed, the time and random letters."""
     output_dir: str = "output"
-    """where runs are written"""
+    """Folder in which runs are written."""
     save_freq: int = 0
-    """updates between checkpoints; 0: no checkpoints"""
+    """Number of updates between checkpoints. 0 writes no checkpoints."""
     keep_last_n: int = 3
-    """how many checkpoints to keep, the newest; 0: all"""
+    """Number of checkpoints to keep, which are the newest. 0 keeps all."""
     resume_from_checkpoint: str | None = None
-    """checkpoint to go on from (newer ones are removed); latest: run_name's newest, or a new run"""
+    """Checkpoint to resume from; newer ones are removed. "latest" is the newest of run_name, or a
+    new run."""
     with_tracking: bool = False
-    """log to Weights & Biases as well"""
+    """Also log to Weights & Biases."""
     wandb_project_name: str = "tandem"
-    """project in Weights & Biases"""
+    """Project in Weights & Biases."""
     wandb_entity: str | None = None
-    """owner of that project (user or team)"""
+    """Owner of that project (a user or a team)."""
 
     # -- Data
     dataset: str = "debug_assets/preference_train.parquet"
-    """pairs: a .parquet or .jsonl file, a folder, or a dataset on the hub"""
+    """Pairs, as a .parquet or .jsonl file, a folder, or a dataset on the Hub."""
     dataset_config: str | None = None
-    """configuration of the pairs, where there are several"""
+    """Configuration of the dataset, if it has several."""
     dataset_split: str = "train"
-    """split of the pairs, when they are on the hub"""
+    """Split of a dataset on the Hub."""
     eval_dataset: str | None = None
-    """held-out pairs, in the same form; None: no evaluation"""
+    """Held-out pairs in the same form. Without them there is no evaluation."""
     eval_dataset_config: str | None = None
-    """configuration of the held-out pairs"""
+    """Configuration of the held-out pairs, if they have several."""
     eval_dataset_split: str = "test"
-    """split of the held-out pairs, when they are on the hub"""
+    """Split of held-out pairs on the Hub."""
     max_token_length: int = 1024
-    """pairs with a longer row (prompt, response, stop token) are dropped, and counted"""
+    """Most tokens of prompt, response and stop token. Pairs with a longer row are dropped."""
 
     # -- Model
     model_name_or_path: str = "debug_assets/model"
-    """language model or one-label classifier to start from"""
+    """Language model or one-label classifier to start from, as a folder or a Hub name."""
     model_revision: str | None = None
-    """revision of the model on the hub"""
+    """Revision of the model on the Hub."""
     tokenizer_name_or_path: str | None = None
-    """tokenizer; None: the model's"""
+    """Tokenizer, as a folder or a Hub name. Default: the model's."""
     chat_template: str | None = None
-    """file with a Jinja chat template; None: the tokenizer's own"""
+    """File with a Jinja chat template. Default: the tokenizer's own."""
     stop_token: str = "eos"
-    """token that ends every response, as the policy's do; "eos" means the tokenizer's end token"""
+    """Token that ends every response, as the policy's do. "eos" is the tokenizer's end token."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """data type of the weights; the optimizer keeps float32 masters"""
+    """Data type of the weights. The optimizer keeps float32 masters."""
     attn_implementation: str = "sdpa"
-    """attention of the model: sdpa, eager, flash_attention_2, ..."""
+    """Attention of the model: sdpa, eager, flash_attention_2, ..."""
     compile_layers: bool = False
     """Compile the model's layers, on GPUs only."""
     gradient_checkpointing: bool = True
-    """compute activations again in the backward pass: far less memory, a third slower"""
+    """Recompute activations in the backward pass. This saves much memory and is a third slower."""
 
     # -- Optimization and batches
     num_train_epochs: int = 1
-    """passes over the pairs (more than one soon overfits: 2203.02155, C.2)"""
+    """Epochs of the pairs. More than one soon overfits (2203.02155, C.2)."""
     learning_rate: float = 3e-6
-    """peak learning rate"""
+    """Peak learning rate."""
     lr_scheduler_type: Literal["linear", "cosine", "constant"] = "linear"
-    """how the learning rate changes after its warm-up"""
+    """Learning rate schedule after warm-up."""
     warmup_ratio: float = 0.03
-    """share of all updates in which the learning rate rises"""
+    """Fraction of all updates over which the learning rate rises."""
     weight_decay: float = 0.0
-    """AdamW's weight decay"""
+    """Weight decay of AdamW."""
     max_grad_norm: float = 1.0
-    """gradients are clipped to this norm"""
+    """Norm to which gradients are clipped."""
     center_rewards_coefficient: float = 0.0
-    """weight of (chosen + rejected)^2, which pulls scores to 0 (try 0.01)"""
+    """Weight of (chosen + rejected)^2 in the loss, which pulls scores to 0 (try 0.01)."""
     local_mini_batch_size: int = 64
-    """pairs per optimizer update and rank"""
+    """Pairs per optimizer update and rank."""
     per_device_train_batch_size: int = 8
-    """pairs per forward and backward pass (micro-batch) of a rank"""
+    """Pairs per forward and backward pass (micro-batch) of a rank."""
 
     # -- Filled in at run time
     mini_batch_size: ppo.FilledIn[int] = 0  # pairs per optimizer update, over all ranks
     num_updates: ppo.FilledIn[int] = 0  # optimizer updates of the run
     warm_up_steps: ppo.FilledIn[int] = 0  # updates in which the learning rate rises
     stop_token_id: ppo.FilledIn[int] = 0  # id that ends every row
-    # YYYY-MM-DD on which the run was first started, for chat templates that write the date
+    # Date (YYYY-MM-DD) on which the run was first started, for chat templates that contain the date
     start_day: ppo.FilledIn[str] = field(default_factory=lambda: date.today().isoformat())
 
 
 @dataclass
 class Pair:
-    """A row of the dataset: two responses to a prompt, of which one is preferred."""
+    """Two responses to a prompt, of which the first is preferred."""
 
     chosen_ids: list[int]  # token ids of prompt, response and stop token
     rejected_ids: list[int]
@@ -158,10 +159,11 @@ class Pair:
 
 
 def split_row(prompt, response):
-    """What comes before a response (a string, or messages), and its text.
+    """Return what precedes a response (a string or messages), and the text of the response.
 
-    The response is a text that follows the prompt, or messages that end with it; those may begin
-    with the prompt's, go on from them, or be the whole dialogue. ValueError: it is none of these.
+    The response is a text after the prompt, or messages that end with it. Messages can begin with
+    those of the prompt, continue them, or be the whole dialogue. Raise ValueError for anything
+    else.
     """
     match response:
         case str():
@@ -170,46 +172,46 @@ def split_row(prompt, response):
             pass
         case _:
             raise ValueError(
-                f"a response is a text, or messages that end with a text of the assistant; not "
-                f"{str(response)[-80:]}"
+                f"a response must be a text, or messages that end with a text of the assistant, "
+                f"but this one is {str(response)[-80:]}"
             )
     if context and prompt and context[: len(prompt)] != prompt:
-        if context[0]["role"] == "assistant":  # they go on from the prompt
+        if context[0]["role"] == "assistant":  # they continue the prompt
             context = prompt + context
         elif isinstance(prompt, list):
-            raise ValueError("the messages do not begin with those of the column `prompt`")
+            raise ValueError("its messages must begin with those of the column `prompt`")
     return context or prompt, text
 
 
 def split_pair(row):
-    """The prompt of a row (a string, or messages), and the texts of its two responses.
+    """Return the prompt of an example (a string or messages), and the texts of its two responses.
 
-    ValueError: there is no prompt, or each response has another one. Of two dialogues all messages
-    but the last must agree.
+    Raise ValueError if there is no prompt, or if the responses have different prompts. Two
+    dialogues must agree in all messages except the last.
     """
     prompt, chosen = split_row(row.get("prompt"), row["chosen"])
     other, rejected = split_row(row.get("prompt"), row["rejected"])
     if not prompt:
         raise ValueError(
-            "it has no prompt, in a column `prompt` or in messages; for dialogues of HH's form run "
-            "scripts/data_preprocess/full_hh_rlhf.py --split rm"
+            "the prompt is missing, both as a column `prompt` and as messages; for dialogues in "
+            "HH's form run scripts/data_preprocess/full_hh_rlhf.py --split rm"
         )
     if other != prompt:
         raise ValueError("`chosen` and `rejected` have different prompts")
     if isinstance(prompt, list) and prompt[-1]["role"] == "assistant":
-        raise ValueError("the prompt ends with a message of the assistant, which would be left out")
+        raise ValueError("the prompt must not end with a message of the assistant")
     return prompt, chosen, rejected
 
 
 def load_pairs(accelerator, path, config, split, tokenizer, args):
-    """The Pairs of a dataset. ValueError: a row is no pair, or none is left of them.
+    """Load the Pairs of a dataset. Raise ValueError if an example is not a pair, or none is left.
 
-    Its columns are `chosen`, `rejected`, and `prompt` unless they hold it. Responses come without
-    the stop token.
+    Its columns are `chosen` and `rejected`, and `prompt` unless these contain it. Responses do not
+    contain the stop token.
     """
     rows = load_rows(path, config, split)
     pairs, notes = [], Counter()
-    # As in PPO: a run that is resumed on another day must make the same pairs
+    # As in PPO, a run that is resumed on another day must make the same pairs
     variables = {"strftime_now": date.fromisoformat(args.start_day).strftime}
     for index, row in enumerate(rows):
         with ppo.naming_row(path, index):
@@ -231,39 +233,39 @@ def load_pairs(accelerator, path, config, split, tokenizer, args):
                 notes["with an empty response"] += 1
     noted = ", ".join(f"{count} {note}" for note, count in notes.items())
     if not pairs:
-        raise ValueError(f"{path}: no pair is left of {len(rows)}: {noted}")
+        raise ValueError(f"{path}: none of {len(rows)} pairs is left: {noted}")
     if noted:
         accelerator.print(f"{path}: of {len(rows)} pairs: {noted}")
     return pairs
 
 
 def as_ppo_args(args):
-    """PPO's Args for its functions: what has the same name here, and defaults."""
+    """Return PPO's Args for its functions, with these values where names agree, else defaults."""
     both = {field.name for field in fields(ppo.Args)} & vars(args).keys()
     return ppo.Args(**{name: getattr(args, name) for name in both})
 
 
 def load_reward_model(args, pad_token_id):
-    """Return a RewardModel, whose scores are (rows, length).
+    """Load a RewardModel, whose scores are (rows, length).
 
-    A checkpoint may lack its head. The new one's standard deviation is 1/sqrt(hidden_size + 1)
-    (2009.01325, p. 11).
+    A language model has no head for this. A new head has a standard deviation of
+    1/sqrt(hidden_size + 1) (2009.01325, p. 11).
     """
     path, auto_class = args.model_name_or_path, AutoModelForSequenceClassification
     model = ppo.load_model(auto_class, path, as_ppo_args(args), trained=True, num_labels=1)
     model.config.pad_token_id = model.config.get_text_config().pad_token_id = pad_token_id
     head = model.score.weight.data  # (1, hidden_size)
-    if not head.any():  # load_model's, where there is none
+    if not head.any():  # load_model adds a missing head as zeros
         torch.manual_seed(args.seed)
         head.copy_(torch.randn(head.shape) / math.sqrt(head.shape[1] + 1))
     return ppo.RewardModel(model, args)
 
 
 def preference_loss(chosen, rejected, center_rewards_coefficient):
-    """-log sigmoid(chosen - rejected) of each pair (Bradley-Terry), and a term that centers scores.
+    """Return -log sigmoid(chosen - rejected) per pair (Bradley-Terry), plus a centering term.
 
-    The term is the coefficient times (chosen + rejected)^2. Pairs say nothing about the level of
-    the scores, so this term may choose it (2312.09244). All are (pairs,).
+    The term is the coefficient times (chosen + rejected)^2. Pairs do not determine the level of
+    the scores, so this term can choose it (2312.09244). All tensors are (pairs,).
 
     >>> preference_loss(torch.tensor([1.0]), torch.tensor([1.0]), 0.25)
     tensor([1.6931])
@@ -273,9 +275,9 @@ def preference_loss(chosen, rejected, center_rewards_coefficient):
 
 
 def cut_pairs(accelerator, pairs, indices, size):
-    """This rank's share of the pairs at some indices, cut into micro-batches of `size` indices.
+    """Split this rank's part of the pairs at some indices into micro-batches of `size` indices.
 
-    A micro-batch is padded to its longest row, so it gets pairs of like length.
+    A micro-batch is padded to its longest row, so it gets pairs of similar length.
     """
     in_order = sorted(indices, key=lambda index: (pairs[index].length, index))
     share = in_order[accelerator.process_index :: accelerator.num_processes]
@@ -283,10 +285,10 @@ def cut_pairs(accelerator, pairs, indices, size):
 
 
 def score_pairs(accelerator, reward_model, pairs, indices):
-    """Scores of pairs, chosen and rejected, from one forward pass: (2, len(indices))."""
+    """Return the scores of pairs, chosen and rejected, from one forward pass: (2, pairs)."""
     micro_batch = [pairs[index] for index in indices]
     rows = [pair.chosen_ids for pair in micro_batch] + [pair.rejected_ids for pair in micro_batch]
-    # The last tokens come from lengths, so any id will do for padding. It is 0
+    # The last tokens are found by lengths, so padding can have any id, here 0
     input_ids = pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
     scores = reward_model(input_ids.to(accelerator.device), None)
     return scores[range(len(rows)), [len(row) - 1 for row in rows]].view(2, -1)
@@ -294,20 +296,24 @@ def score_pairs(accelerator, reward_model, pairs, indices):
 
 @torch.no_grad()
 def score_all(accelerator, reward_model, pairs, args):
-    """Collective. Scores of all pairs, chosen and rejected: (2, pairs), on every rank."""
+    """Return the scores of all pairs, chosen and rejected: (2, pairs).
+
+    Every rank must call this, in the same order.
+    """
     whole = torch.zeros(2, len(pairs), device=accelerator.device)
     all_indices = range(len(pairs))
     for indices in cut_pairs(accelerator, pairs, all_indices, args.per_device_train_batch_size):
         whole[:, indices] = score_pairs(accelerator, reward_model, pairs, indices)
-    # A pair is 0 on all ranks but one, so the sum is exact
+    # A pair is 0 on all ranks except one, so the sum is exact
     return accelerator.reduce(whole)
 
 
 def accumulate_gradients(accelerator, reward_model, pairs, mini_batch, args):
-    """Collective. Forward and backward of one mini-batch, of which this rank takes its share.
+    """Run forward and backward passes over this rank's part of a mini-batch; return metrics.
 
     mini_batch: indices of pairs. The loss is the mean over the pairs of all ranks, so the gradient
-    does not depend on how the batch is cut. Returns metrics: means over the pairs.
+    does not depend on how the mini-batch is split. Metrics are means over the pairs. Every rank
+    must call this, in the same order.
     """
     micro_batches = cut_pairs(accelerator, pairs, mini_batch, args.per_device_train_batch_size)
     sums = Counter()
@@ -327,7 +333,7 @@ def accumulate_gradients(accelerator, reward_model, pairs, mini_batch, args):
 
 
 def evaluation_metrics(scores):
-    """The eval/* metrics of score_all's scores, the loss without its term that centers them."""
+    """Return the eval/* metrics of score_all's scores, with the loss without its centering term."""
     scores = scores.double()  # (2, pairs)
     chosen, rejected = scores
     return {
@@ -344,7 +350,7 @@ def main(args):
     start_time = time.time()
     accelerator, _ = ppo.start_ranks(args)
     if accelerator.is_fsdp2 or accelerator.gradient_accumulation_steps != 1:
-        raise ValueError("launch by ddp.yaml, without FSDP or accelerate's gradient accumulation")
+        raise ValueError("launch with ddp.yaml, without FSDP or accelerate's gradient accumulation")
     args, run_dir, checkpoint_dir = ppo.agree_on_run(args)
     args.mini_batch_size = args.local_mini_batch_size * accelerator.num_processes
 
@@ -352,8 +358,8 @@ def main(args):
     tokenizer = ppo.load_tokenizer(as_ppo_args(args))
     stop_token = tokenizer.eos_token if args.stop_token == "eos" else args.stop_token
     args.stop_token_id = tokenizer.get_vocab()[stop_token]
-    # transformers' own forward pass reads the last token that is not padding, so the stop token,
-    # which is the last one, must be another
+    # transformers' forward pass reads the last token that is not padding. The stop token is the
+    # last one, so it must not be the pad token
     if tokenizer.pad_token_id in (None, args.stop_token_id):
         tokenizer.pad_token_id = (args.stop_token_id + 1) % len(tokenizer)
     source = args.dataset, args.dataset_config, args.dataset_split
@@ -364,8 +370,8 @@ def main(args):
     args.warm_up_steps = round(args.warmup_ratio * args.num_updates)
     if args.warm_up_steps >= args.num_updates:
         raise ValueError(
-            f"{len(train_pairs)} pairs x num_train_epochs are {args.num_updates} updates of "
-            f"{args.mini_batch_size}; there must be more than warm-up has ({args.warm_up_steps})"
+            f"{len(train_pairs)} pairs in --num_train_epochs are {args.num_updates} updates of "
+            f"{args.mini_batch_size}, but more than the {args.warm_up_steps} of warm-up are needed"
         )
     first_step, state = read_state(run_dir, checkpoint_dir, train_pairs + eval_pairs, args)
     start_time -= state["seconds"]
@@ -373,12 +379,12 @@ def main(args):
     # ---- The model
     model = load_reward_model(args, tokenizer.pad_token_id)
     reward_model = ppo.place_model(accelerator, model, args)
-    # Padding must not reach the tokens before it. A first token's score depends on no other
+    # Padding must not affect the tokens before it, so a token's score must not depend on later ones
     input_ids = torch.arange(8, device=accelerator.device)[None]
     embeddings = model.model.get_input_embeddings().weight  # (vocabulary, hidden_size)
     if torch.autograd.grad(model(input_ids, None)[0, 0], embeddings)[0][1:].any():
-        raise ValueError("the model attends to later tokens; it must be a causal model")
-    # Its learning rate is set before each update
+        raise ValueError("the model attends to later tokens, but it must be a causal model")
+    # The learning rate is set before each update
     optimizer = ppo.make_optimizer(reward_model, as_ppo_args(args))
     trained_models = {"reward_model": (reward_model, optimizer)}
     ppo.load_checkpoint(trained_models, checkpoint_dir)
@@ -387,7 +393,7 @@ def main(args):
     rows = [SimpleNamespace(token_ids=pair.chosen_ids) for pair in train_pairs]
     ppo.open_run(accelerator, run_dir, checkpoint_dir, state, rows, args)
 
-    # ---- The loop. The order of the pairs is a permutation for each pass over them
+    # ---- The loop. Each epoch has its own permutation of the pairs
     generator = torch.Generator().manual_seed(args.seed)
     passes = range(args.num_train_epochs)
     order = [torch.randperm(len(train_pairs), generator=generator) for _ in passes]
@@ -395,18 +401,18 @@ def main(args):
     for training_step in range(first_step, args.num_updates + 1):
         step_start = time.perf_counter()
 
-        # 1. A checkpoint of the model after the update before; not of what a process begins with
+        # 1. Save a checkpoint of the model after the previous update, if this process made it
         done = training_step - 1
         if args.save_freq and done % args.save_freq == 0 and training_step > first_step:
             state["seconds"] = time.time() - start_time
             ppo.save_checkpoint(trained_models, run_dir, done, state, args)
 
-        # 2. The gradient of this update's pairs, and metrics of the model before it
+        # 2. The gradient of this update, and metrics of the model before it
         start = done * args.mini_batch_size
         mini_batch = order[start : start + args.mini_batch_size]
         metrics = accumulate_gradients(accelerator, reward_model, train_pairs, mini_batch, args)
 
-        # 3. The update. A gradient that is not finite ends the run, and its pairs are saved
+        # 3. The update. If the gradient is not finite, its pairs are saved and the run ends
         lr = ppo.lr_multiplier(done, args.num_updates, args) * args.learning_rate
         batch = SimpleNamespace(pairs=[vars(train_pairs[index]) for index in mini_batch])
         norm = ppo.apply_gradients(accelerator, reward_model, optimizer, lr, batch, run_dir, args)
@@ -418,7 +424,7 @@ def main(args):
             "time/training": time.perf_counter() - step_start,
         }
 
-        # 4. After the last update the model is saved, named when it is whole, and then evaluated
+        # 4. After the last update, save the model, rename it when it is complete, and evaluate it
         if training_step == args.num_updates:
             if accelerator.is_main_process:
                 unfinished = run_dir / "model.unfinished"
@@ -427,9 +433,10 @@ def main(args):
                 unfinished.rename(run_dir / "model")
             if eval_pairs:
                 metrics |= evaluation_metrics(score_all(accelerator, model, eval_pairs, args))
-                accelerator.print(f"Held-out pairs ranked right: {metrics['eval/accuracy']:.1%}")
+                accuracy = f"{metrics['eval/accuracy']:.1%}"
+                accelerator.print(f"Held-out pairs ranked correctly: {accuracy}")
 
-        # 5. Files, and what is shown
+        # 5. Write and print the metrics
         metrics["time/from_scratch"] = time.time() - start_time
         accelerator.log(metrics, step=training_step)
         ppo.append_line(run_dir / "metrics.jsonl", metrics)

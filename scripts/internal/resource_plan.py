@@ -1,19 +1,19 @@
-"""The arithmetic of a run: what its models take of GPUs and disk, what vLLM takes, and what fits.
+"""Compute what a run needs: memory of the GPUs and of the host, disk, time, and flags that fit.
 
-scripts/preflight.py prints it. Each function takes its Run: the arguments of a script, where it is
-launched, and its models, which have shapes and no weights. Sizes are in bytes. It is an estimate,
-within a tenth of what PyTorch counts (benchmark/fake_memory.py; docs/results.md).
+scripts/preflight.py prints it. Each function takes a preflight Run, which holds the arguments of a
+script, its launch, and its models, which have shapes but no weights. Sizes are in bytes. Memory is
+an estimate within a tenth of what PyTorch counts (benchmark/fake_memory.py; docs/results.md).
 
-    a trained parameter   18: its weight in --dtype; in float32 its master, the gradient, and
-                          AdamW's two moments (1412.6980). With --dtype float32 it is 16, because
-                          the weight is the master
-    a frozen parameter    2 or 4: its weight, in --dtype
-    on disk               12 a trained parameter: a checkpoint has no gradients
+    a trained parameter   18 bytes: its weight in --dtype, and in float32 its master, its gradient
+                          and AdamW's two moments (1412.6980). With --dtype float32 it is 16,
+                          because the weight is the master
+    a frozen parameter    2 or 4 bytes: its weight in --dtype
+    on disk               12 bytes per trained parameter, because a checkpoint has no gradients
     vLLM                  its weights in --dtype, and the cache of keys and values (2309.06180)
 
-The rest is what a pass holds on the way: pass_parts. FSDP2 gives each of N ranks 1/N of the above.
-Hours are a roofline: FLOPs, bytes and operations of the learners, and bytes that vLLM reads for
-each token.
+Activations and logits, which exist only during a forward or backward pass, come in addition
+(pass_parts). FSDP2 gives each of N ranks 1/N of the above. Hours are a roofline: the FLOPs, bytes
+and operations of the learners, and the bytes that vLLM reads for each token.
 """
 
 import copy
@@ -26,34 +26,38 @@ import torch
 from fork import SCRIPTS
 
 GIB = 2**30
-SOME_RESPONSES = 8  # at once are room enough: with a cache for one vLLM starts, but is slow
-# With fewer at once vLLM needs about as long for a token of each as for one more of them, since it
-# waits for the weights to be read
+# A run fits if vLLM's cache has room for this many responses. With room for one, vLLM would start,
+# but it would be slow
+SOME_RESPONSES = 8
+# With fewer responses at once, vLLM mostly waits for its weights to be read, so that one response
+# more would cost almost no time
 FEW_RESPONSES = 64
-# FLOP/s of dense bfloat16 and bytes a second of memory of a GPU whose name has the words, the first
-# that fits. By NVIDIA's data sheets (nvidia.com/en-us/data-center/h100, ...), halved where they
-# count sparsity; RTX 4090: by Ada's white paper, with sums in float32
+# FLOP/s in dense bfloat16, and bytes of memory per second, of the first GPU here whose words are in
+# the name. They are from NVIDIA's data sheets (nvidia.com/en-us/data-center/h100, ...), halved if
+# those count sparsity. Those of the RTX 4090, with sums in float32, are from Ada's white paper
 PEAKS = {
     "H100 PCIe": (756e12, 2.0e12),
     "H100 NVL": (835e12, 3.9e12),
     "H100": (989e12, 3.35e12),
     "H200 NVL": (835e12, 4.8e12),
     "H200": (989e12, 4.8e12),
-    "A100": (312e12, 1.555e12),  # of 40 GB; with 80 its memory is faster
+    "A100": (312e12, 1.555e12),  # with 40 GB; the memory of the one with 80 GB is faster
     "L40S": (362e12, 0.864e12),
     "RTX 4090": (165e12, 1.008e12),
 }
-# Of these, kernels reach about so much (a guess)
+# The fractions of these peaks that kernels reach (a guess)
 REACHED_FLOPS, REACHED_BANDWIDTH = 0.7, 0.8
-# Seconds that Python needs for an operation: a guess for a fast host, and what an H200 in a virtual
-# machine was measured at (docs/results.md, "On a GPU")
+# Seconds that Python needs to start an operation: a guess for a fast host, and what was measured on
+# an H200 in a virtual machine (docs/results.md, "On a GPU")
 HOST = (8e-6, 33e-6)
-# Operations of a layer of Qwen2 forward and backward, and what norms of queries and keys add. Then
-# numbers that a token moves in those that are no matrix products: of the hidden size, of the inner
-# size, of queries and keys, and of their norms. Counted (tests/programs/test_learner.py)
+# Operations of a layer of Qwen2, forward and backward, and those that norms of queries and keys add
 OPS, OPS_OF_NORMS = (38, 86), (16, 28)
+# Numbers that a token moves in operations other than matrix products, as multiples of the hidden
+# size, of the inner size, of queries and keys, and of their norms. tests/programs/test_learner.py
+# counts these and the operations
 FORWARD, BACKWARD = (42, 5, 12, 18), (111, 9, 22, 47)
-LIKELY = {24: "RTX 4090", 40: "A100", 48: "L40S", 80: "H100", 141: "H200"}  # GiB of a GPU elsewhere
+# The GPU that is assumed on another machine, by its GiB of memory
+LIKELY = {24: "RTX 4090", 40: "A100", 48: "L40S", 80: "H100", 141: "H200"}
 
 # ----------------------------------------------------------------------------- models and adapters
 
@@ -63,19 +67,20 @@ def count_parameters(model):
 
 
 def size_of(run):
-    """Bytes of a number in --dtype."""
+    """Return the bytes of a number in --dtype."""
     return 2 if run.args.dtype == "bfloat16" else 4
 
 
 def rank_of(run):
-    """The rank of adapters, which a fork has (docs/adapters.md); 0: all weights are trained."""
+    """Return the rank of a fork's adapters (docs/adapters.md), or 0 if all weights are trained."""
     return run.args.lora_rank
 
 
 def count_trained(run, model):
-    """Parameters that are trained: all, or those of adapters (2106.09685) and of a value head.
+    """Count the trained parameters: all, or those of adapters (2106.09685) and of a value head.
 
-    A layer W gets A, (rank, in_features), and B, (out_features, rank); a head gets none.
+    A layer W gets A of shape (rank, in_features) and B of shape (out_features, rank). The head of a
+    language model gets none.
     """
     if not rank_of(run):
         return count_parameters(model)
@@ -86,7 +91,7 @@ def count_trained(run, model):
 
 
 def trained_models(run):
-    """The models that are trained, by role."""
+    """Return the models that are trained, by role."""
     if run.trains_reward_model():
         return {"reward model": run.model}
     if hasattr(run.args, "value_learning_rate"):
@@ -95,7 +100,7 @@ def trained_models(run):
 
 
 def frozen_models(run):
-    """The models that are not trained, by role."""
+    """Return the models that are not trained, by role."""
     if run.trains_reward_model():
         return {}
     models = {"reference policy": run.model} if run.args.beta > 0 else {}
@@ -105,18 +110,18 @@ def frozen_models(run):
 
 
 def frozen_weights(run):
-    """The models whose weights are there in --dtype. With adapters the policy is its reference."""
+    """Return the models with frozen weights. With adapters the policy is its own reference."""
     if not rank_of(run):
         return frozen_models(run)
     models = trained_models(run) | frozen_models(run)
     return {name: models[name] for name in models if name != "reference policy"}
 
 
-# ----------------------------------------------------------------------------- a learner's passes
+# -------------------------------------------------------------- forward and backward passes
 
 
 def widths(config):
-    """Numbers of a token: its queries, its keys or values, and within an MLP."""
+    """Return how many numbers a token has as queries, as keys or values, and within an MLP."""
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     keys = getattr(config, "num_key_value_heads", None) or heads
@@ -125,26 +130,27 @@ def widths(config):
 
 
 def token_in_layer(run, model):
-    """Return the bytes of a token that PyTorch saves in a layer, as of Qwen or Llama."""
+    """Return the bytes that PyTorch saves of a token in a layer of Qwen's or Llama's kind."""
     config, size = model.config.get_text_config(), size_of(run)
     queries, keys, inner = widths(config)
-    # What goes into two norms, which compute in float32, and what comes out of them
+    # Inputs and outputs of two norms, which compute in float32
     states = config.hidden_size * 9 * size
-    attention = (queries + keys) * 2 * size  # queries, and what comes out; keys and values
+    attention = (queries + keys) * 2 * size  # queries and the output; keys and values
     if any(hasattr(module, "q_norm") for module in model.modules()):
-        attention += (queries + keys) * (4 + size)  # they are normed in float32
+        attention += (queries + keys) * (4 + size)  # these norms compute in float32
     if run.options.has_gpus() and size == 4 and keys < queries:
-        # No fused attention of a GPU takes that: there are scores, (rows, heads, length, length)
+        # GPUs have no fused attention for this case, so scores exist: (rows, heads, length, length)
         attention += size * config.num_attention_heads * run.max_length()
-    if rank_of(run):  # what adapters add to gate and up exists beside them
+    if rank_of(run):  # the outputs of adapters exist beside gate and up, to which they are added
         states += inner * 2 * size
     return states + attention + inner * 4 * size  # gate, its activation, up, and their product
 
 
 def micro_batch(run, is_trained=True):
-    """Return the rows of the largest micro-batch, and the flag that bounds them.
+    """Return the rows of the largest micro-batch, and the flag that limits them.
 
-    Rows are the longest, but there may be a fraction of one, because shorter rows fill the budget.
+    All rows are assumed to be the longest. The number may have a fraction, because shorter rows
+    fill the budget of tokens.
     """
     args, rows_flag = run.args, "per_device_train_batch_size"
     if run.trains_reward_model():
@@ -159,20 +165,20 @@ def micro_batch(run, is_trained=True):
 
 
 def pass_parts(run, model, rows, is_trained):
-    """About what a pass over some rows holds at its worst moment, by part: in a layer or the head.
+    """Estimate the bytes that a pass over some rows holds at its peak, in a layer or in the head.
 
-    Of a layer that computes, as much comes and goes as is saved for its backward pass.
+    While a layer computes, it needs as much again as it saves for its backward pass.
     """
     args, config, size = run.args, model.config.get_text_config(), size_of(run)
     tokens, is_sharded = rows * run.max_length(), bool(run.options.num_shards())
     is_whole = is_trained and not rank_of(run)
     layer = tokens * token_in_layer(run, model)
     saved = 0
-    if is_trained:  # with checkpoints the inputs of layers alone (1604.06174)
+    if is_trained:  # gradient checkpointing saves only the inputs of layers (1604.06174)
         inputs = tokens * config.hidden_size * size
         saved = config.num_hidden_layers * (inputs if args.gradient_checkpointing else layer)
 
-    # What FSDP2 has gathered: three layers, and the root unit, which is what is in no layer
+    # FSDP2 gathers three layers, and its root unit, which holds all parameters outside layers
     weights, root = 0, 0
     if is_sharded:
         names = model._no_split_modules or []
@@ -180,12 +186,12 @@ def pass_parts(run, model, rows, is_trained):
         weights = 3 * size * max(layers)
         root = (count_parameters(model) - sum(layers)) * size
     in_layer = {"activations": saved + layer, "gathered by FSDP2": weights + root}
-    if hasattr(model, "score"):  # its head is small
+    if hasattr(model, "score"):  # a score head is small
         return in_layer
 
-    # The logits are in chunks, of which four exist at once, or three beside the head's gradient
-    # (ChunkedHead in the scripts). There are its copy, rounded but in float32, and the hidden
-    # states that it reads, about four times
+    # Logits are computed in chunks (ChunkedHead in the scripts). Four chunks exist at once, or
+    # three beside the head's gradient. The head exists a second time, rounded but in float32, and
+    # the hidden states that it reads exist about four times
     head = 4 * model.get_input_embeddings().weight.numel()
     chunk = run.script.LOGITS_CHUNK["cuda" if run.options.has_gpus() else "cpu"]
     in_head = {
@@ -201,11 +207,11 @@ def total(parts):
     return sum(parts.values())
 
 
-# -------------------------------------------------------------------------------- learners in all
+# ----------------------------------------------------------------------- memory of a learner
 
 
 def learner_memory(run):
-    """The pass that takes the most, and the bytes of a learner's GPU then, by part."""
+    """Return the pass that takes the most memory, and the bytes of a learner's GPU, by part."""
     args, options, trained = run.args, run.options, trained_models(run)
     shards = options.num_shards() or 1
     counts = [count_trained(run, model) for model in trained.values()]
@@ -216,7 +222,7 @@ def learner_memory(run):
         weights: size_of(run) * count,
         "their float32 masters": 4 * count if args.dtype == "bfloat16" else 0,
         "AdamW's moments": 8 * count,
-        "gradients": 4 * count,  # between updates they are zeros
+        "gradients": 4 * count,  # they stay between updates, as zeros
     }
     for name, model in frozen_weights(run).items():
         always[f"{name}, frozen"] = size_of(run) * count_parameters(model) / shards
@@ -225,8 +231,9 @@ def learner_memory(run):
         is_trained = name in trained
         rows, flag = micro_batch(run, is_trained)
         flags = f"--{flag} {getattr(args, flag)}"
-        passes[f"passes of the {name} ({flags})"] = pass_parts(run, model, rows, is_trained)
-    if rank_of(run) and not options.has_gpus():  # with GPUs that is in the memory of the machine
+        kind = "forward and backward passes" if is_trained else "forward passes"
+        passes[f"{kind} of the {name} ({flags})"] = pass_parts(run, model, rows, is_trained)
+    if rank_of(run) and not options.has_gpus():  # with GPUs the host merges it, in its own memory
         merged = {"merged model, float32": 4 * count_parameters(run.model)}
         passes["the end, when the adapter is merged"] = merged
     name = max(passes, key=lambda name: total(passes[name]))
@@ -234,12 +241,12 @@ def learner_memory(run):
 
 
 def learner_needs(run):
-    """Bytes that a learner needs of its GPU."""
+    """Return the bytes that a learner needs on its GPU."""
     return total(learner_memory(run)[1])
 
 
 def learner_room(run):
-    """Bytes of its GPU that a learner may take; None: the GPU is not known."""
+    """Return the bytes of its GPU that a learner can use, or None if the GPU is not known."""
     if run.options.gpu_memory is None:
         return None
     room = run.options.gpu_memory * GIB - left_to_cuda(run)
@@ -249,17 +256,17 @@ def learner_room(run):
 
 
 def left_to_cuda(run):
-    """Bytes of a learner's GPU that PyTorch's allocator is not to have, as limit_memory has it.
+    """Return the bytes of a learner's GPU that limit_memory keeps from PyTorch's allocator.
 
-    A GiB is for the context of each process, and one for NCCL: between ranks, and from a rank to an
-    engine on other GPUs.
+    Each process needs one GiB for its context. NCCL, between ranks or from a rank to an engine on
+    another GPU, needs one more.
     """
     has_no_nccl = run.options.num_processes == 1 and not run.args.vllm_gpus
     return (2 + run.shares_gpus() - has_no_nccl) * GIB
 
 
 def host_memory(run):
-    """Bytes of a machine, not of its GPUs, while each of its learners loads its largest model."""
+    """Return the bytes of a node's host memory while each learner loads its largest model."""
     models = trained_models(run) | frozen_weights(run)
     largest = max(map(count_parameters, models.values()))
     return size_of(run) * largest * run.options.local_processes()
@@ -269,85 +276,85 @@ def host_memory(run):
 
 
 def engine_room(run):
-    """Bytes that vLLM takes of the GPUs of an engine."""
+    """Return the bytes that vLLM takes of the GPUs of an engine."""
     gpus = run.args.vllm_gpu_memory_utilization * run.args.vllm_tensor_parallel_size
     return gpus * run.options.gpu_memory * GIB
 
 
 def engine_memory(run):
-    """Bytes of an engine without its KV cache."""
+    """Return the bytes of an engine without its KV cache."""
     config, size = run.model.config.get_text_config(), size_of(run)
     weights = size * count_parameters(run.model)
-    if rank_of(run):  # of two versions: max_loras is 2
+    if rank_of(run):  # max_loras is 2, so there are two versions of the adapter
         weights += 2 * size * count_trained(run, run.model)
-    if not run.options.has_gpus():  # it has VLLM_CPU_KVCACHE_SPACE, and needs some for itself
+    if not run.options.has_gpus():  # VLLM_CPU_KVCACHE_SPACE, and what vLLM needs for itself
         return weights + 1.2 * GIB
-    # vLLM 0.32 first tries the largest batch (engine/arg_utils.py, get_batch_defaults;
-    # v1/worker/gpu/model_runner.py, profile_run): the activations of a layer, or the logits to
-    # sample from in float32, with three copies. Half a GiB is for CUDA graphs
+    # vLLM 0.32 first runs the largest batch (engine/arg_utils.py, get_batch_defaults;
+    # v1/worker/gpu/model_runner.py, profile_run). It needs the activations of a layer, or the
+    # logits to sample from in float32, with three copies. Half a GiB is for CUDA graphs
     tokens = 16_384 if most_at_once(run) > 256 else 8192
     activations = tokens * size * (3 * widths(config)[-1] + 4 * config.hidden_size)
     return weights + max(activations, 4 * 4 * most_at_once(run) * config.vocab_size) + GIB / 2
 
 
 def most_at_once(run):
-    """Responses that vLLM samples at once, whatever its cache holds; on an A100 256."""
+    """Return how many responses vLLM generates at once at most, for any cache; on an A100 256."""
     return 1024 if (run.options.gpu_memory or 0) >= 70 else 256
 
 
 def cache_memory(run):
-    """Bytes of vLLM's KV cache for the longest prompt with its response."""
+    """Return the bytes of vLLM's KV cache for the longest prompt with its response."""
     config = run.model.config.get_text_config()
     return 2 * config.num_hidden_layers * widths(config)[1] * size_of(run) * run.max_length()
 
 
 def local_episodes(run):
-    """Responses of a step, of each rank; so many has an engine on a shared GPU to sample."""
+    """Return the responses of a step per rank, which a colocated engine generates."""
     return run.args.local_rollout_batch_size * run.args.number_samples_per_prompt
 
 
 def engine_needs(run, responses=1):
-    """Bytes that vLLM needs with a cache for so many rows, or for all of a step."""
+    """Return the bytes that vLLM needs with a cache for `responses`, or for all of a step."""
     count = min(responses, local_episodes(run), most_at_once(run))
     return engine_memory(run) + count * cache_memory(run)
 
 
 def responses_at_once(run):
-    """How many of a step's responses an engine on a shared GPU samples at once, if all are long."""
+    """Return how many responses a colocated engine generates at once, if all are the longest."""
     room = (engine_room(run) - engine_memory(run)) / cache_memory(run)
     return min(local_episodes(run), most_at_once(run), max(0, int(room)))
 
 
 def checkpoints_on_disk(run):
-    """How many checkpoints are there at once, and the bytes of each."""
+    """Return how many checkpoints exist at once, and the bytes of each."""
     args, count = run.args, 0
     steps = getattr(args, "num_training_steps", args.num_updates)
     if args.save_freq > 0:
-        count = (steps - 1) // args.save_freq  # there is none after the last step
-        if args.keep_last_n > 0:  # the oldest is removed only when a new one is whole
+        count = (steps - 1) // args.save_freq  # no checkpoint is written after the last step
+        if args.keep_last_n > 0:  # the oldest is removed after a new one is complete
             count = min(count, args.keep_last_n + 1)
-    # Weights and AdamW's two moments, in float32
+    # The weights and AdamW's two moments, in float32
     return count, 12 * sum(count_trained(run, model) for model in trained_models(run).values())
 
 
 def final_model(run):
-    """Bytes of the final model; adapters are merged into it in float32, and are beside it."""
+    """Return the bytes of the final model, or of adapters and the float32 model merged of them."""
     if rank_of(run):
         adapters = size_of(run) * count_trained(run, run.model)
         return 4 * count_parameters(run.model) + adapters
     return size_of(run) * count_parameters(run.model)
 
 
-# --------------------------------------------------------------------------------------- the clock
+# --------------------------------------------------------------------------------------- time
 
 
 def peak_of(name):
-    """FLOP/s and bytes a second of a GPU; None: not known."""
+    """Return the FLOP/s and the bytes per second of a GPU, or None if they are not known."""
     return next((peak for words, peak in PEAKS.items() if words in name), None)
 
 
 def gpu_of(run):
-    """The name of a run's GPU, or of a likely one of its memory; None: it has none."""
+    """Return the name of a run's GPU, or of a likely one of its size, or None without a GPU."""
     if torch.cuda.is_available() and not run.options.is_elsewhere():
         return torch.cuda.get_device_name()
     memory = run.options.gpu_memory
@@ -355,11 +362,12 @@ def gpu_of(run):
 
 
 def flops_of_token(matrices, attention, has_adapters=False):
-    """Model FLOPs of a token: of a forward pass, and of an update's two (2204.02311, appendix B).
+    """Return a token's model FLOPs in a forward pass, and in forward and backward of an update.
 
-    matrices: parameters that are multiplied, the head among them. attention: layers x numbers of a
-    query x length, so without a causal mask's saving. Frozen matrices have no gradient to compute.
-    What a backward pass computes a second time, with checkpoints, is not counted.
+    The formulas are those of 2204.02311, appendix B. `matrices` is the number of parameters that
+    are multiplied, including the head. `attention` is layers x numbers of a query x length, which
+    ignores what a causal mask saves. Frozen matrices have no gradient to compute. What gradient
+    checkpointing computes a second time is not counted.
 
     >>> flops_of_token(1000, 10), flops_of_token(1000, 10, has_adapters=True)
     ((2040, 6120), (2040, 4120))
@@ -368,7 +376,7 @@ def flops_of_token(matrices, attention, has_adapters=False):
 
 
 def flops_of(model, length, has_adapters=False):
-    """flops_of_token, for rows of this length; adapters' own are few."""
+    """Return flops_of_token for rows of this length, without the few FLOPs of adapters."""
     config = model.config.get_text_config()
     linear = [m for m in model.modules() if isinstance(m, torch.nn.Linear)]
     attention = config.num_hidden_layers * widths(config)[0] * length
@@ -376,10 +384,10 @@ def flops_of(model, length, has_adapters=False):
 
 
 def pass_seconds(run, model, rows, trains=False, host=0.0):
-    """Return seconds of a forward pass over some rows; with `trains` of an update's, with backward.
+    """Return the seconds of a forward pass over some rows; with `trains` also of its backward pass.
 
-    It is a roofline. Each operation takes as long as its FLOPs or its bytes, whichever is longer.
-    Python needs `host` seconds for each operation. The GPU waits for Python where that is slower.
+    This is a roofline. Each operation takes as long as its FLOPs or its bytes, whichever is longer.
+    Python needs `host` seconds to start each operation, and the GPU waits if that takes longer.
     Exchanges between ranks are not counted.
     """
     config, size = model.config.get_text_config(), size_of(run)
@@ -403,23 +411,24 @@ def pass_seconds(run, model, rows, trains=False, host=0.0):
 
     layer = matrices + attention + others(*FORWARD)
     ops = OPS[0] + OPS_OF_NORMS[0] * has_norms
-    passes, walks = 1, 8  # through the logits
+    passes, walks = 1, 8  # matrix products of the head; traversals of the logits in memory
     if trains:
         again = run.args.gradient_checkpointing
-        added = 0 if rank_of(run) else 10 * sum(a * b for a, b in sides) / bandwidth  # to masters
+        # Gradients are added to those of the masters
+        added = 0 if rank_of(run) else 10 * sum(a * b for a, b in sides) / bandwidth
         backward = matrices * (1 if rank_of(run) else 2) + 2.5 * attention + others(*BACKWARD)
         layer += backward + added + again * layer
         ops += OPS[1] + OPS_OF_NORMS[1] * has_norms + again * ops
         passes, walks = 4, 15
     head = 0
-    if not hasattr(model, "score"):  # in TF32, at half the rate
+    if not hasattr(model, "score"):  # the head computes in TF32, at half the rate
         logits = tokens * run.args.response_length / run.max_length() * config.vocab_size
         head = passes * 4 * hidden * logits / flops + walks * 4 * logits / bandwidth
     return max(config.num_hidden_layers * layer + head, config.num_hidden_layers * ops * host)
 
 
 def learner_seconds(run, host=0.0):
-    """Seconds of a step of a learner by pass_seconds, if all rows are the longest."""
+    """Return the seconds of a learner's step by pass_seconds, if all rows are the longest."""
     rows, seconds = local_episodes(run), 0
     in_step = run.args.num_epochs * rows / run.args.local_mini_batch_size  # updates
     trained = trained_models(run)
@@ -437,9 +446,10 @@ def learner_seconds(run, host=0.0):
 
 
 def sampling_seconds(run):
-    """Seconds of a step's responses at the bandwidth of memory, if all are the longest.
+    """Return the seconds of generating a step's responses at the peak of memory bandwidth.
 
-    For each token of each of them vLLM reads its weights once, and the keys and values before it.
+    All responses are assumed to be the longest. For each token vLLM reads its weights once for all
+    responses, and for each response the keys and values before that token.
     """
     args, gpus = run.args, len(run.args.vllm_gpus) * run.options.num_machines
     engines = gpus // args.vllm_tensor_parallel_size or run.options.num_processes
@@ -453,7 +463,10 @@ def sampling_seconds(run):
 
 
 def hours(run):
-    """The fewest and the most: with a fast and a slow host, vLLM at all and a third of the rate."""
+    """Return the fewest and the most hours: a fast and a slow host, all and a third of bandwidth.
+
+    The host limits the learners, and memory bandwidth limits vLLM.
+    """
     takes_turns = run.shares_gpus() or not run.args.async_mode
     seconds = sum if takes_turns else max
     sampling = sampling_seconds(run)
@@ -466,7 +479,7 @@ def hours(run):
 
 
 def with_changes(run, flags):
-    """The same run with other flags, of the script or of the launch."""
+    """Return the same run with other flags of the script or of the launch."""
     launch = {name: flags[name] for name in flags if hasattr(run.options, name)}
     args = copy.copy(run.args)
     vars(args).update({name: flags[name] for name in flags if name not in launch})
@@ -476,15 +489,16 @@ def with_changes(run, flags):
 
 
 def fits(run, responses=1):
-    """Whether learners have the memory that they need, and engines, for so many responses."""
+    """Return whether learners and engines have the memory that they need for `responses`."""
     has_room = run.trains_reward_model() or engine_needs(run, responses) <= engine_room(run)
     return has_room and learner_needs(run) <= learner_room(run)
 
 
 def propose_share(run):
-    """The --vllm_gpu_memory_utilization with room for all responses of a step, or the largest.
+    """Return the --vllm_gpu_memory_utilization with room for all responses of a step.
 
-    A learner on the same GPU keeps what it needs and a tenth more, if that leaves some responses.
+    If the learner on the same GPU does not leave that much, return the largest fraction with which
+    the learner keeps what it needs and a tenth more, but at least room for SOME_RESPONSES.
     """
     memory = run.options.gpu_memory * GIB
     least = engine_needs(run, SOME_RESPONSES) / memory
@@ -494,7 +508,10 @@ def propose_share(run):
 
 
 def with_share(run):
-    """The run so that it fits, and the flags for that: vLLM's share of a shared GPU. None: none."""
+    """Return the flags for vLLM's fraction of a colocated GPU with which a run fits, and that run.
+
+    Return None if it does not fit with any fraction.
+    """
     shares = [{}]
     if run.shares_gpus():
         shares.append({"vllm_gpu_memory_utilization": propose_share(run)})
@@ -506,7 +523,7 @@ def with_share(run):
 
 
 def smaller_budgets(run):
-    """Yield half of --micro_batch_tokens, a quarter, and so on, down to the longest row."""
+    """Yield half of a micro-batch's tokens, a quarter, and so on, down to the longest row."""
     tokens = int(micro_batch(run)[0] * run.max_length())
     while tokens > run.max_length():
         tokens = max(tokens // 2, run.max_length())
@@ -514,9 +531,10 @@ def smaller_budgets(run):
 
 
 def what_fits(run):
-    """[(flags, run)] of the first change that fits, or none; what changes little is tried first.
+    """Return [(flags, run)] of the first change of flags with which a run fits, or [].
 
-    They are tried one by one, then the first two, the first three, and so on.
+    Changes that alter the run least are tried first: each alone, then the first two together, the
+    first three, and so on.
     """
     args, options = run.args, run.options
     gpus = options.num_gpus or options.local_processes()
@@ -529,13 +547,14 @@ def what_fits(run):
         *({"micro_batch_tokens": tokens} for tokens in smaller_budgets(run)),
         {"dtype": "bfloat16"},
         *([sharded] if learners > 1 and can_shard and not options.num_shards() else []),
-        # Only a fork has this flag. Given to a script, the preflight names the command for a fork
+        # Only a fork has this flag. If it is passed to a script, the preflight prints the command
+        # that writes the fork
         *([{"lora_rank": 16}] if f"{run.script.__name__}.py" in SCRIPTS else []),
         {"beta": 0},
     ]
     if run.trains_reward_model():
         changes = [changes[0], {"per_device_train_batch_size": 1}]
-    known = {*vars(args), *vars(options), "lora_rank"}  # a fork may have fewer
+    known = {*vars(args), *vars(options), "lora_rank"}  # a fork may lack some flags
     changes = [flags for flags in changes if flags.keys() <= known]
     changes = [flags for flags in changes if not flags.items() <= vars(args).items()]
     for flags in ({}, *changes, *itertools.accumulate(changes, operator.or_)):
@@ -546,49 +565,47 @@ def what_fits(run):
     return []
 
 
-# ---------------------------------------------------------------------------------------- in words
+# ----------------------------------------------------------------------------- lines of the plan
 
 
 def in_words(count):
-    """A number of bytes, as MiB or GiB."""
+    """Format a number of bytes as MiB or GiB."""
     return f"{count / GIB:.1f} GiB" if count >= GIB / 10 else f"{count / 2**20:.1f} MiB"
 
 
 def in_flags(flags, run):
-    """What is typed, and what a learner then needs and has."""
+    """Return flags as they are typed, and what a learner then needs of what it can use."""
     typed = []
     for name, value in flags.items():
         is_switch = isinstance(value, bool)
         typed.append(f"--{'' if value else 'no-'}{name}" if is_switch else f"--{name} {value}")
     needed, room = learner_needs(run), learner_room(run)
-    return f"{' '.join(typed) or 'these flags'}: {in_words(needed)} of {in_words(room)}"
+    return f"{' '.join(typed) or 'these flags'} (learner: {in_words(needed)} of {in_words(room)})"
 
 
 def plan_of_processes(run):
-    """Lines on learners and engines."""
+    """Yield the lines on learners, engines and hours."""
     args, options = run.args, run.options
     yield "learners", f"{options.num_processes}"
     if run.trains_reward_model() or args.num_updates == 0:
         return
     engines = options.num_processes
-    place = "on each learner's GPU" if options.has_gpus() else "for each learner, on the CPU"
+    place = "one on each learner's GPU" if options.has_gpus() else "one per learner, on the CPU"
     if args.vllm_gpus:
         engines = len(args.vllm_gpus) * options.num_machines // args.vllm_tensor_parallel_size
-        place = f"on GPUs {', '.join(map(str, args.vllm_gpus))} of each machine"
+        place = f"on GPUs {', '.join(map(str, args.vllm_gpus))} of each node"
     yield "engines", f"{engines} of vLLM, {place}"
     if run.knows_sizes() and run.options.gpu_memory and peak_of(gpu_of(run)):
         low, high = (f"{float(f'{end:.2g}'):g}" for end in hours(run))
-        gpu = gpu_of(run)
-        yield "hours", f"{low} to {high} on {gpu}, if all rows are the longest. This is a roofline,"
-        yield (
-            "",
-            f"no measurement: {1e6 * HOST[0]:g} to {1e6 * HOST[1]:g} microseconds of Python for an",
-        )
-        yield "", "operation, vLLM at all or a third of its memory's bandwidth, no evaluations"
+        place = f"on {gpu_of(run)} if all rows have the maximum length"
+        yield "hours", f"{low} to {high} {place}. This estimate is a roofline, not a measurement."
+        fast, slow = (f"{1e6 * seconds:g}" for seconds in HOST)
+        yield "", f"It assumes {fast} to {slow} microseconds of Python per operation, and that vLLM"
+        yield "", "reaches 33 to 100% of memory bandwidth. Evaluations are not included."
 
 
 def advice(run):
-    """Lines on the size of micro-batches on a GPU: what is slow, is faster, or makes room."""
+    """Yield lines on the size of micro-batches on a GPU: what is slow, faster, or saves memory."""
     args, needed = run.args, learner_needs(run)
     if run.trains_reward_model() or learner_room(run) is None:
         return
@@ -596,15 +613,15 @@ def advice(run):
     tokens = int(rows * run.max_length())
     if flag == "per_device_train_batch_size" and 2 * tokens <= args.micro_batch_tokens:
         yield (
-            f"--{flag} {rows} keeps micro-batches at {tokens:,} tokens, of the "
-            f"{args.micro_batch_tokens:,} of --micro_batch_tokens; small ones leave a GPU idle"
+            f"--{flag} {rows} limits micro-batches to {tokens:,} tokens, although "
+            f"--micro_batch_tokens allows {args.micro_batch_tokens:,}; small ones leave a GPU idle"
         )
     if smaller := [*smaller_budgets(run)][:1]:
         flags = {"micro_batch_tokens": smaller[0]}
         saved = needed - learner_needs(with_changes(run, flags))
         yield (
-            f"if PyTorch is out of memory: --micro_batch_tokens {smaller[0]} takes "
-            f"{in_words(saved)} less"
+            f"if PyTorch runs out of memory, --micro_batch_tokens {smaller[0]} saves "
+            f"{in_words(saved)}"
         )
     if peak_of(gpu_of(run)):
         now = learner_seconds(run, HOST[1])
@@ -612,21 +629,22 @@ def advice(run):
             changed = with_changes(run, flags)
             has_room = learner_needs(changed) <= 0.95 * learner_room(run)
             if has_room and (part := learner_seconds(changed, HOST[1]) / now) < 0.95:
-                yield f"faster, {part:.0%} of the time by the roofline: {in_flags(flags, changed)}"
+                yield f"faster: {in_flags(flags, changed)} takes {part:.0%} of the time (roofline)"
 
 
 def room_for_responses(run):
-    """In words: how many responses vLLM samples at once on a shared GPU, and what would help."""
+    """Yield lines on the responses that vLLM generates at once on a colocated GPU, and advice."""
     count, share = responses_at_once(run), propose_share(run)
-    words = (
-        f"which has room for {count:,} of a step's {local_episodes(run):,} responses at once, "
-        f"if all are of {run.max_length():,} tokens with their prompts"
+    yield (
+        f"enough to generate {count:,} of a step's {local_episodes(run):,} responses at once, if "
+        f"all have {run.max_length():,} tokens with their prompts"
     )
     if min(count + 1, local_episodes(run)) > 256:
-        words += f"; vLLM samples at most {most_at_once(run):,} at once, on an A100 256"
+        yield f"vLLM generates at most {most_at_once(run):,} at once, and 256 on an A100"
     if count >= min(local_episodes(run), FEW_RESPONSES):
-        return words
+        return
     other = with_changes(run, {"vllm_gpu_memory_utilization": share})
     if share <= run.args.vllm_gpu_memory_utilization or not fits(other):
-        return f"{words}: few, but the learner needs the rest; see --vllm_gpus"
-    return f"{words}: few; with {share:g} there is room for {responses_at_once(other):,}"
+        yield "these are few, but the learner needs the rest of the GPU; see --vllm_gpus"
+    else:
+        yield f"these are few; {share:g} leaves room for {responses_at_once(other):,}"

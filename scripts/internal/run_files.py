@@ -1,6 +1,6 @@
-"""What a run has written, for the programs that show it.
+"""Read the files of a run, for the programs that show it.
 
-A line that is half written is none: the run may go on.
+A line that is only half written is ignored, because the run may still be writing it.
 """
 
 import json
@@ -9,7 +9,11 @@ import re
 from collections import defaultdict
 from pathlib import Path
 
-STEP = re.compile(rb'"training_step": ?(\d+)')  # in a text its quotes would be escaped
+STEP = re.compile(rb'"training_step": ?(\d+)')  # within a text its quotes would be escaped
+NONE_RIGHT = (
+    "No answer counts as correct: an answer is correct if it scores 1 or more, or if the reward "
+    "returns `right`"
+)
 
 
 def read_args(run_dir: Path) -> dict:
@@ -17,7 +21,7 @@ def read_args(run_dir: Path) -> dict:
 
 
 def lines_of(path: Path) -> list[bytes]:
-    """The whole lines of a file; none where there is no file."""
+    """Return the complete lines of a file, or none if there is no file."""
     return path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
 
 
@@ -30,7 +34,7 @@ def read_metrics(run_dir: Path) -> list[dict]:
 
 
 def read_rollouts(run_dir: Path) -> dict[int, list[bytes]]:
-    """The lines of rollouts.jsonl of each training step, as JSON: they may be many, and long."""
+    """Return the lines of rollouts.jsonl by step, not yet parsed: they can be many and long."""
     steps = defaultdict(list)
     for line in lines_of(run_dir / "rollouts.jsonl"):
         steps[int(STEP.search(line)[1])].append(line)
@@ -38,8 +42,9 @@ def read_rollouts(run_dir: Path) -> dict[int, list[bytes]]:
 
 
 def matrices_in(folder: Path) -> int:
-    """Parameters of a saved model that are multiplied: its matrices, the head among them, tied or
-    not, without the embeddings. By the heads of its .safetensors files.
+    """Count the parameters of a saved model that are multiplied, from its .safetensors headers.
+
+    These are its matrices, including the head, tied or not, but not the embeddings.
     """
     shapes = {}
     for path in folder.glob("*.safetensors"):
@@ -53,12 +58,12 @@ def matrices_in(folder: Path) -> int:
 
 
 def is_right(row: dict) -> bool | None:
-    """Whether a response is right, as in the run's metrics; None: it has no verifiable score.
+    """Return whether a response is correct, as in the run's metrics, or None without such a score.
 
     >>> row = {"verifiable_score": 0.9, "reward_metrics": {}, "score": 1.0}
     >>> is_right(row), is_right(row | {"reward_metrics": {"right": 1.0}})
     (False, True)
-    >>> is_right(row | {"verifiable_score": None}) is None  # a reward model alone scored
+    >>> is_right(row | {"verifiable_score": None}) is None  # only a reward model scored it
     True
     """
     if row["verifiable_score"] is None:

@@ -1,7 +1,7 @@
-"""What a run's metrics mean, and whether it is ill: tables, which docs/monitoring.md quotes.
+"""Define what a run's metrics mean, and find the warning signs of a run that is not healthy.
 
-A rule is a hint, no proof. How often the rules were right and wrong on runs that they were not
-chosen on is in TRIED.
+docs/monitoring.md quotes these tables. A warning sign is a hint, not a proof. TRIED says how often
+the rules were correct on runs that they were not chosen on.
 """
 
 import math
@@ -10,75 +10,75 @@ from collections.abc import Iterator
 from itertools import groupby, pairwise
 from typing import NamedTuple
 
-# What each metric is: of the whole batch and all ranks, where nothing else is said
+# What each metric is. It is over the whole batch and all ranks unless it says otherwise
 METRICS = {
     "episode": "responses trained on so far",
-    "epoch": "passes over the training prompts so far",
-    "lr": "the policy's learning rate; 0 while the value model learns alone",
+    "epoch": "epochs of the training prompts so far",
+    "lr": "learning rate of the policy; 0 while only the value model is trained",
     "objective/scores": "mean score of a response",
-    "objective/scores_std": "deviation of the scores over the batch",
+    "objective/scores_std": "standard deviation of the scores over the batch",
     "objective/verifiable_score": "mean of what the reward function returned",
-    "objective/verifiable_correct_rate": "share of right responses, by the reward function",
-    "objective/reward_model_score": "mean score by the reward model",
+    "objective/verifiable_correct_rate": "fraction of correct responses, by the reward function",
+    "objective/reward_model_score": "mean score from the reward model",
     "objective/reward/NAME": "mean of what the reward function returned as NAME",
-    "objective/reward_failures": "share of responses whose reward function failed",
+    "objective/reward_failures": "fraction of responses for which the reward function failed",
     "objective/kl": "logp - logp_ref, summed over a response; mean over responses",
     "objective/non_score_reward": "-beta x KL (GRPO: --kl_estimator), summed over a response; mean",
-    "objective/rlhf_reward": "score plus -beta x KL, of the responses that have a score",
+    "objective/rlhf_reward": "score plus -beta x KL; mean over the responses that have a score",
     "objective/entropy": "-logp, summed over a response's sampled tokens; mean over responses",
-    "objective/loss": "what an update minimizes; mean over the step's updates",
-    "objective/sequence_lengths": "tokens of a response, with its stop token",
-    "objective/stop_rate": "share of responses that stopped before --response_length",
+    "objective/loss": "the loss that an update minimizes; mean over the step's updates",
+    "objective/sequence_lengths": "tokens of a response, including its stop token",
+    "objective/stop_rate": "fraction of responses that ended before --response_length",
     "policy/entropy_avg": "exact entropy of a token's distribution, in nats; mean over tokens",
     "policy/approxkl_avg": "(new - old)^2 / 2 of log-probabilities; mean over tokens",
-    "policy/clipfrac_avg": "share of tokens where the clip binds",
-    "policy/version": "training steps that the learner had completed before this one",
-    "policy/staleness": "how many more that is than the policy that sampled had",
+    "policy/clipfrac_avg": "fraction of tokens whose ratio is clipped",
+    "policy/version": "steps that the learner had completed before this one",
+    "policy/staleness": "policy/version minus the steps of the policy that generated the batch",
     "loss/policy_avg": "the clipped loss; mean over tokens",
     "loss/value_avg": "half the squared error of the values; mean over tokens",
     "loss/kl_avg": "the KL term, before beta; mean over tokens",
     "val/ratio": "new / old probability; mean over tokens",
     "val/ratio_var": "squared distance of new / old from 1; mean over tokens",
-    "val/clipfrac_avg": "share of tokens where the value loss is clipped",
-    "val/explained_variance": "of returns by values before the update: 1 perfect, 0 a constant",
-    "val/sequence_lengths": "tokens of a response, with its stop token",
-    "val/num_stop_token_ids": "number of responses that stopped",
+    "val/clipfrac_avg": "fraction of tokens for which the value loss is clipped",
+    "val/explained_variance": "variance of returns that values explain: 1 all, 0 as a constant",
+    "val/sequence_lengths": "tokens of a response, including its stop token",
+    "val/num_stop_token_ids": "number of responses that ended with a stop token",
     "val/zero_variance_groups": "number of groups whose scores are all equal",
-    "val/update_tokens": "tokens, prompts' included, of the rows in the step's updates",
+    "val/update_tokens": "tokens in the rows of the step's updates, including prompts",
     "optim/grad_norm": "norm of the policy's gradient before clipping; mean over updates",
-    "optim/value_grad_norm": "the same of the value model",
+    "optim/value_grad_norm": "norm of the value model's gradient; as optim/grad_norm",
     "mismatch/logprob_diff_mean": "|learner's - sampler's log-probability|; mean over tokens",
     "mismatch/logprob_diff_max": "|learner's - sampler's log-probability|; the largest",
     "mismatch/kl": "KL of the sampler to the learner (k3); mean over tokens",
-    "mismatch/ess": "effective sample size by the importance weights, as a share of the tokens",
-    "mismatch/tis_clipfrac": "share of importance weights cut off at --tis_cap",
+    "mismatch/ess": "effective sample size by the importance weights, as a fraction of the tokens",
+    "mismatch/tis_clipfrac": "fraction of importance weights that are capped at --tis_cap",
     "time/training": "seconds of the step",
-    "time/weight_sync": "seconds of sending vLLM the weights",
-    "time/generation": "seconds of sampling, on rank 0",
+    "time/weight_sync": "seconds of sending the weights to vLLM",
+    "time/generation": "seconds of generation, on rank 0",
     "time/reward": "seconds of the reward function, on rank 0",
     "time/reward_model": "seconds of the reward model",
     "time/forward": "seconds of the forward passes before the updates",
     "time/update": "seconds of the updates",
     "time/checkpoint": "seconds of saving a checkpoint",
-    "time/evaluation": "seconds of sampling and grading an evaluation",
+    "time/evaluation": "seconds of generating and grading an evaluation",
     "time/from_scratch": "seconds since the run began",
     "time/wait_for_generation": "seconds that the learner waited for the batch",
     "time/wait_for_prompts": "seconds that generation waited for the learner, on rank 0",
-    "perf/episodes_per_second": "responses a second of the step",
-    "perf/response_tokens_per_second": "response tokens a second of the step",
-    "perf/memory_gib": "GiB on rank 0, without vLLM: the most on its GPU so far; on a CPU now",
-    "eval/policy_version": "training steps of the policy that answered the held-out prompts",
+    "perf/episodes_per_second": "responses per second of the step",
+    "perf/response_tokens_per_second": "response tokens per second of the step",
+    "perf/memory_gib": "GiB of rank 0 without vLLM: on a GPU the peak so far, on a CPU now",
+    "eval/policy_version": "steps of the policy that answered the held-out prompts",
 }
 OF_HELD_OUT = "scores verifiable_score verifiable_correct_rate reward_model_score reward_failures"
 for _name in (*OF_HELD_OUT.split(), "reward/NAME", "sequence_lengths", "stop_rate"):
-    METRICS[f"eval/{_name}"] = f"{METRICS[f'objective/{_name}']}, to held-out prompts"
+    METRICS[f"eval/{_name}"] = f"{METRICS[f'objective/{_name}']}, on held-out prompts"
 
 
 class Question(NamedTuple):
     ask: str
     metrics: tuple[str, ...]
     usual: str
-    then: str  # what to do where it is ill
+    then: str  # what to do about its warning signs
 
 
 SIGNAL, LEARNS, ITSELF = "Is there a signal?", "Does it learn?", "Does it stay itself?"
@@ -88,54 +88,57 @@ QUESTIONS = [
     Question(
         SIGNAL,
         ("objective/scores_std", "val/zero_variance_groups"),
-        "debug task 0.2 to 0.5, language model 0.15 to 0.22",
-        "The task is too hard, too easy, or the reward does not find the answer: read the rollouts",
+        "0.2 to 0.5 on the debug task, 0.15 to 0.22 with the language model",
+        "The task is too hard or too easy, or the reward does not find the answer. Read the "
+        "rollouts",
     ),
     Question(
         LEARNS,
         ("objective/scores", "eval/scores", "loss/value_avg"),
-        "rise together",
-        "A higher rate, more samples per prompt; more prompts; or the reward is lost",
+        "scores rise, on training and held-out prompts",
+        "Try a higher learning rate, more samples per prompt, or more prompts. Check whether the "
+        "reward is lost",
     ),
     Question(
         ITSELF,
         ("policy/entropy_avg", "objective/kl", "objective/sequence_lengths"),
         "entropy falls slowly: 0.42 to 0.09 on the debug task, 3.5 to 2.9 with the language model",
-        "A lower rate, --beta, a reward that asks for what you want",
+        "Try a lower learning rate, a higher --beta, or a reward that asks for what you want",
     ),
     Question(
         UPDATES,
         ("policy/approxkl_avg", "policy/clipfrac_avg", "optim/grad_norm"),
-        "under 0.012; under 0.05; no trend",
-        "A lower rate, fewer updates a step",
+        "approxkl_avg below 0.012, clipfrac_avg below 0.05, grad_norm without a trend",
+        "Try a lower learning rate, or fewer updates per step",
     ),
     Question(
         SAMPLER,
         ("mismatch/kl", "mismatch/ess", "mismatch/logprob_diff_mean"),
-        "mismatch/kl in float32 1e-13, with asynchrony to 0.06; in bfloat16 0.002 in step 1, later "
-        "to 0.03; ess mostly above 0.9",
-        "A lower rate, fewer updates a step; --no-async_mode tells asynchrony from rounding",
+        "mismatch/kl in float32 1e-13, with asynchrony up to 0.06; in bfloat16 0.002 in step 1, "
+        "later up to 0.03; ess mostly above 0.9",
+        "Try a lower learning rate, or fewer updates per step. A run with --no-async_mode shows "
+        "what remains without asynchrony",
     ),
     Question(
         BROKEN,
         ("objective/reward_failures", "objective/stop_rate", "val/explained_variance"),
-        "0; near 1; above 0",
-        "The console, and failure in rollouts.jsonl, say why a reward fails",
+        "reward_failures 0, stop_rate near 1, explained_variance above 0",
+        "Read why a reward fails, on the console or as failure in rollouts.jsonl",
     ),
 ]
 
 
 class Rule(NamedTuple):
-    """Ill is a metric that is above (or below) a limit for so many steps in a row."""
+    """A warning sign: a metric is above (or below) a limit for a number of steps in a row."""
 
     ask: str
     metric: str
     side: str  # > or <
     limit: float
     steps: int = 1
-    of_first: bool = False  # the limit is a share of the metric's first value
-    where: str = ""  # "at the beginning", its first five values; "at the end", the last one
-    failure: str = ""  # what looks like it
+    of_first: bool = False  # the limit is a fraction of the metric's first value
+    where: str = ""  # "at the beginning" is its first five values, "at the end" the last one
+    failure: str = ""  # the diff of scripts/forks/bugs that looks like this
 
     def __str__(self):
         first = " x the first" if self.of_first else ""
@@ -157,38 +160,39 @@ RULES = [
     Rule(BROKEN, "objective/reward_failures", ">", 0),
     Rule(BROKEN, "val/explained_variance", "<", -0.05, 10),
 ]
-OF_SOLVED = "objective/scores_std", "val/explained_variance"  # without meaning once all is right
+# These mean nothing once nearly all answers are correct
+OF_SOLVED = "objective/scores_std", "val/explained_variance"
 # {diff of scripts/forks/bugs: its heading in docs/bug_gallery.md, and what was wrong}
 FAILURES = {
-    "stale_weights": ("Stale weights", "vLLM goes on with weights from before training"),
+    "stale_weights": ("Stale weights", "vLLM keeps the weights from before training"),
     "prefix_cache": ("Prefix cache not reset", "new tokens attend to what old weights computed"),
     "temperature": ("Temperature on one side", "the learner computes at another temperature"),
     "retokenized": ("Text tokenized again", "the learner trains on tokens that were not sampled"),
     "end_token": ("End token masked as padding", "the end of a response is never trained"),
-    "reward_late": ("Reward one token late", "the score stands where no loss sees it"),
-    "cold_value": ("A cold value model with lambda below 1", "to end early looks best"),
-    "dead_reward": ("A reward that dies in its worker", "what fails counts as a wrong answer"),
+    "reward_late": ("Reward one token late", "the score is at a token that no loss sees"),
+    "cold_value": ("A cold value model with lambda below 1", "ending early looks best"),
+    "dead_reward": ("A reward that dies in its worker", "failures count as incorrect answers"),
 }
 TRIED = (
-    "A mark is a hint, no proof. On twelve right runs that the rules were not chosen on (debug "
-    "task and SmolLM2, 2026-11-26) none was called ill. Of the runs of docs/data/lag.jsonl whose "
-    "sampler was a step old at most, those of mismatch/kl and mismatch/ess call ill one of 64 "
-    "right ones, and 13 of 14 that the lag harmed."
+    "A warning sign is a hint, not a proof. Twelve healthy runs that the rules were not chosen on "
+    "(debug task and SmolLM2, 2026-11-26) had none. Of the runs in docs/data/lag.jsonl whose "
+    "batches were at most one step old, the rules on mismatch/kl and mismatch/ess mark one of 64 "
+    "healthy runs, and 13 of the 14 that staleness made worse."
 )
-# The twelve: `bash scripts/train/debug/ppo.sh --seed 11`, and so grpo.sh and ppo_sync.sh, and the
-# three with `--seed 12 --dtype bfloat16`; `bash scripts/train/smollm2/grpo.sh`, also with seeds 11
-# and 12; four of docs/results.md, "Checks"
+# The twelve healthy runs: `bash scripts/train/debug/ppo.sh --seed 11`, the same with grpo.sh and
+# ppo_sync.sh, and the three with `--seed 12 --dtype bfloat16`; `bash
+# scripts/train/smollm2/grpo.sh`, also with seeds 11 and 12; and four of docs/results.md, "Checks"
 
 
 def longest(values: list[bool]) -> int:
-    """How many in a row are true, at most."""
+    """Return the length of the longest sequence of true values."""
     return max((len([*group]) for value, group in groupby(values) if value), default=0)
 
 
 def lost_rewards(rows: list[dict]) -> bool:
-    """Whether in lines of rollouts.jsonl the last return is not the score.
+    """Return whether the last return differs from the score in most lines of rollouts.jsonl.
 
-    It is that, and beta times the last token's KL, whatever gamma, lambda and the values are.
+    In a healthy run it is the score minus beta times the last token's KL, for any gamma and lambda.
     """
     rows = [row for row in rows if row.get("returns") and row["score"]]
     off = [abs(row["returns"][-1] - row["score"]) > 0.5 * abs(row["score"]) for row in rows]
@@ -198,7 +202,7 @@ def lost_rewards(rows: list[dict]) -> bool:
 def illnesses(
     metrics: list[dict], args: dict, first_rows: list[dict] = ()
 ) -> Iterator[tuple[str, str, str]]:
-    """(question, what is ill, the failure that looks so or ""); a right run should have none.
+    """Yield (question, warning sign, the failure that looks like it or "").
 
     first_rows: lines of rollouts.jsonl of step 1.
     """
@@ -209,7 +213,7 @@ def illnesses(
     kl, first, last = columns["mismatch/kl"], metrics[0], metrics[-1]
     is_first = first["training_step"] == 1 and not first.get("policy/staleness")
     is_solved = max([0, *columns[f"objective/{RIGHT}"], *columns[f"eval/{RIGHT}"]]) > 0.95
-    # Older samplers than by a step differ, and that is meant
+    # A sampler that is more than a step old differs on purpose
     is_old = max([0, *columns["policy/staleness"], *columns["policy/staleness_max"]]) > 1
     # check_sampler's limit
     rounding, late = 0.015 / min(1, args.get("temperature", 1)), 0.05
@@ -217,17 +221,18 @@ def illnesses(
         rounding, late = 1e-4, 0.01
 
     if is_off := is_first and first.get("mismatch/kl", 0) > rounding:
-        yield SAMPLER, f"mismatch/kl of step 1 is above {rounding:.2g}: no rounding", "temperature"
-        yield SAMPLER, "Or it is this", "retokenized"
+        said = f"mismatch/kl of step 1 is above {rounding:.2g}, which is more than rounding"
+        yield SAMPLER, said, "temperature"
+        yield SAMPLER, "There is a second possible cause", "retokenized"
     is_late = last.get("lr", math.inf) < 0.05 * max(columns["lr"], default=0)
     if is_late and kl and late < kl[-1] < 0.1 and not (is_off or is_old):
-        yield SAMPLER, "mismatch/kl stays where the learning rate is nearly 0", "prefix_cache"
+        yield SAMPLER, "mismatch/kl stays although the learning rate is nearly 0", "prefix_cache"
     pairs = zip(scores, scores[2:], entropies, entropies[2:], strict=False)
     dies = any(old > 0.5 and new < 0.1 * old and now > 0.7 * was for old, new, was, now in pairs)
-    if dies and "objective/reward_model_score" not in first:  # whose 0 is no nothing
-        yield LEARNS, "The score falls to nothing, and the policy hardly changes", "dead_reward"
+    if dies and "objective/reward_model_score" not in first:  # a reward model's 0 means nothing
+        yield LEARNS, "The score falls to 0, although the policy hardly changes", "dead_reward"
     if is_first and lost_rewards(first_rows) and not args.get("whiten_rewards"):
-        yield LEARNS, "Returns of step 1 end with another number than the score", "reward_late"
+        yield LEARNS, "The returns of step 1 do not end with the score", "reward_late"
     repeats = longest([old == new for old, new in pairwise(columns["eval/scores"])])
     if repeats >= 3 and not is_solved and any(columns["objective/scores_std"][-3:]):
         yield LEARNS, "eval/scores repeats to the last digit", "stale_weights"
@@ -240,7 +245,7 @@ def illnesses(
         excuses = [
             rule.ask == SAMPLER and (is_off or is_old),
             rule.metric in OF_SOLVED and is_solved,
-            rule.of_first and limit < 0.05,  # a share of nearly nothing
+            rule.of_first and limit < 0.05,  # the first value is nearly 0
         ]
         if longest(ill) >= rule.steps and not any(excuses):
             yield rule.ask, str(rule), rule.failure

@@ -27,7 +27,7 @@ def test_reward_trainer_refuses_an_encoder(assets, tmp_path):
     pairs = write_rows(tmp_path / "pairs.jsonl", [{"prompt": "5=", "chosen": "5", "rejected": "3"}])
     options = {"dataset": str(pairs), "model_name_or_path": str(tmp_path), "warmup_ratio": 0.0}
     options |= {"output_dir": str(tmp_path), "local_mini_batch_size": 1}
-    with pytest.raises(ValueError, match="attends to later tokens; it must be a causal model"):
+    with pytest.raises(ValueError, match="attends to later tokens, but it must be a causal model"):
         preference_pairs.train(preference_pairs.tiny_args(**options))
 
 

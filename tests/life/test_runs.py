@@ -112,7 +112,7 @@ def test_run_that_is_over_leaves_nothing_behind(run):
     (folder,) = folders_of_vllm(run.stdout)
     assert not folder.exists()
     assert not any(word in run.stderr for word in ("Traceback", "leaked", "Warning"))
-    assert "Held-out prompts answered right: " in run.stdout  # the summary
+    assert "Held-out prompts answered correctly: " in run.stdout  # the summary
 
 
 def test_wandb_gets_the_metrics_the_samples_and_the_config(grpo_run):

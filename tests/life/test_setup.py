@@ -122,10 +122,10 @@ MACHINES = [
     (False, {"GLIBC": ""}, True, 1, "needs glibc 2.31"),
     (False, {"VERSION": "3.11.1"}, True, 1, "python is not Python 3.11.2 to 3.13"),
     (False, {"VERSION": "3.14.0"}, True, 1, "python is not Python 3.11.2 to 3.13"),
-    (False, {"FREE": "7"}, True, 1, "7 GB free here, 8 GB are needed"),
-    (True, {"GPUS": "99.1, 9.0"}, True, 1, "is 99.1, and CUDA 13 needs 580 or newer"),
+    (False, {"FREE": "7"}, True, 1, "7 GB are free here, but 8 GB are needed"),
+    (True, {"GPUS": "99.1, 9.0"}, True, 1, "is 99.1, but CUDA 13 needs 580 or newer"),
     (True, {"GPUS": ""}, True, 1, "needs driver 580 or newer"),  # it does not know the question
-    (True, {"GPUS": ONE_OF_TWO["GPUS"]}, True, 1, "compute capability 7.5; 8.0 is needed"),
+    (True, {"GPUS": ONE_OF_TWO["GPUS"]}, True, 1, "compute capability 7.5, but 8.0 is needed"),
     (True, {}, False, 1, "apt-get install gcc"),
     (True, {"INCLUDE": "/nowhere"}, True, 1, "python{}.{}-dev".format(*sys.version_info)),
     (False, {"INCLUDE": "/nowhere", "GLIBC": "glibc 2.31"}, False, 0, None),

@@ -253,7 +253,7 @@ PAIRS_OF_FSDP = {"config_file": SHARDED, "local_mini_batch_size": 8}
 LEARNER = {"vllm_gpus": "1", "micro_batch_tokens": 32_512, "response_length": 500}
 LEARNER |= {"gradient_checkpointing": False, "num_gpus": 2, "gpu_memory": 2.25}
 HELP = "a learner needs about 0.3 GiB of its GPU, and has 0.2 GiB; this fits: | "
-HELP += "--gradient_checkpointing: 0.1 GiB of 0.2 GiB"
+HELP += "--gradient_checkpointing (learner: 0.1 GiB of 0.2 GiB)"
 
 
 def last(**columns):
@@ -407,7 +407,7 @@ SEES = {"text_config": HYBRID, "vision_config": EYES | {"out_hidden_size": 32}}
 
 SIX = EIGHT | {"num_processes": 6, "vllm_gpus": "6 7"}
 NODES = SIX | {"num_processes": 12, "num_machines": 2}
-SHARES = "of the 14.8 GiB that it may take | room for 64 of a step's 64 responses at once | policy"
+SHARES = "of 14.8 GiB available | generate 64 of a step's 64 responses at once | policy"
 
 PLANS = {
     # What is odd about rows and the template
@@ -436,9 +436,9 @@ PLANS = {
     "nothing": (SEVENTY, QUIET),
     "thoughts": (together(SEVENTY, THINKS), QUIET),
     # The reward
-    "debug": ({}, "learners 1 | 1 x compute_score | a row of debug/sorting scores 1"),
+    "debug": ({}, "learners 1 | 1 x compute_score | of debug/sorting: the ground truth scores 1"),
     "alike": (ALIKE, "row 0, and so 18 of 18 that were tried: | no more than"),
-    "sources": (OF_ITS_OWN, "a row of mine/0, mine/1, | mine/9, ... scores 1 (1 in"),
+    "sources": (OF_ITS_OWN, "of mine/0, mine/1, | mine/9, ...: the ground truth scores 1 (1 in"),
     "less than right": (call("return 0.95 * (text == truth)"), "18 of 18 | less than 1, which"),
     "files of no split": (files("train.jsonl algebra.jsonl a.csv"), "2 files | first a.csv;"),
     "files of other splits": (
@@ -448,32 +448,38 @@ PLANS = {
     "files that are no rows": (files("a.jsonl b.jsonl .x/a.jsonl info.md"), "70 prompts ! are not"),
     "more than there are": (
         MANY,
-        "40 passes over the 4 prompts | takes 16 prompts, and there are 4",
+        "40 epochs of the 4 prompts | takes 16 prompts, but there are 4",
     ),
-    "enough": (SEVENTY, "passes over the 70 prompts ! takes"),
+    "enough": (SEVENTY, "epochs of the 70 prompts ! takes"),
     # Empty truths are let be where a source has no others
-    "judged": (together(call("return len(text)"), JUDGED), "a row of judged scores"),
+    "judged": (
+        together(call("return len(text)"), JUDGED),
+        "examples of judged: the ground truth scores",
+    ),
     "a rule": (
         rows(*[truth('{"N": 3}')] * 64),
         "64 of 64 | Of test cases or constraints ! have it",
     ),
     # Steps, flags, models, and the launch
-    "steps": (TEN, "70 prompts | 10 of | 16 tokens | 1 a step, 10 in all, 64 each"),
-    "pairs": ({"local_mini_batch_size": 8}, "8 of 8 of the 70 pairs | learners 1", TRAINER),
+    "steps": (TEN, "steps 10, each on | 16 tokens | 10, which are 1 per step, each on 64"),
+    "pairs": ({"local_mini_batch_size": 8}, "8, each on 8 of the 70 pairs | learners 1", TRAINER),
     "lambda": ({"lam": 0.95}, "--lam 0.95 | --value_warmup_steps", PPO),
     "lambda of warm values": ({"lam": 0.95, "value_model_path": MODEL}, "! --lam", PPO),
     "rate of full training": ({"lora_rank": 8, "learning_rate": 1e-6}, "about ten times", FORKS),
     "rank of another GPU": (ONE | {"gpu_memory": 80, "lora_rank": 64}, "48590", FORKS),
     "flags": (NOTHING_ALONE, "--penalty_reward_value does nothing | --r1_style_format_reward does"),
-    "no checkpoint is due": (TEN | {"save_freq": 50}, "--save_freq 50 of 10 steps"),
+    "no checkpoint is due": (
+        TEN | {"save_freq": 50},
+        "--save_freq 50 writes no checkpoint in 10 steps",
+    ),
     "disk": (TEN | {"save_freq": 2}, "for 4 checkpoints | 0.3 MiB for the final model"),
     "eyes": (model(architecture("Qwen3_5ForConditionalGeneration", **SEES)), "of policy"),
     "its text model": (model(architecture("Qwen3_5ForCausalLM", **HYBRID)), "of policy"),
     "idle GPUs": (EIGHT, "7 of a machine's 8 GPUs are not used"),
-    "two for vLLM": (SIX, "learners 6 | engines 2 | GPUs 6, 7 | of the 78.0 GiB that it may"),
-    "two machines": (NODES, "learners 12 | engines 4 | steps 130 of", PPO),
+    "two for vLLM": (SIX, "learners 6 | engines 2 | GPUs 6, 7 | of 78.0 GiB available"),
+    "two machines": (NODES, "learners 12 | engines 4 | steps 130, each", PPO),
     "a shared GPU": (ONE | {"gpu_memory": 24.0}, SHARES),
-    "FSDP2": (EIGHT | {"config_file": SHARDED}, "learners 8 | gathered by FSDP2 | a machine,"),
+    "FSDP2": (EIGHT | {"config_file": SHARDED}, "learners 8 | gathered by FSDP2 | a node needs"),
 }
 
 # ------------------------------------------------------------------------------------- checkpoints
@@ -520,7 +526,7 @@ def cut_state(run_dir):
 
 SAVED_BY_GRPO = in_json("args.json", lambda saved: saved.pop("gamma"))
 HALVES = {"local_rollout_batch_size": 32, "local_mini_batch_size": 32, "num_processes": 2}
-NEWER = "resumes | checkpoints/step_3 and removes what is newer: step_6"
+NEWER = "resumes | checkpoints/step_3 newer checkpoints will be removed: step_6"
 # name: (options, words, scripts, what has happened to the run); step_3 is to be resumed. First
 # what is refused
 OTHER_RUNS = {
@@ -533,8 +539,8 @@ OTHER_RUNS = {
 }
 NOTHING = {"resume_from_checkpoint": "latest", "run_name": "mine"}
 RESUMED = {
-    "none": (NOTHING, "resumes nothing: | output/mine has no checkpoint, and a new run", EVERY),
+    "none": (NOTHING, "resumes no checkpoint: | output/mine has none, so a new run", EVERY),
     "older": ({}, NEWER, EVERY),
-    "rate": ({"learning_rate": 0.5}, "learning_rate was | and is 0.5", EVERY),
-    "half a batch on two ranks": (HALVES, "resumes | world_size was 1 and is 2", PPO),
+    "rate": ({"learning_rate": 0.5}, "learning_rate was | and is now 0.5", EVERY),
+    "half a batch on two ranks": (HALVES, "resumes | world_size was 1 and is now 2", PPO),
 }

@@ -161,7 +161,7 @@ def test_adapter_is_served_and_not_the_model_that_it_was_merged_into(
     model = lora.load_model(lora.AutoModelForCausalLM, name, args, True)
     make_noise(model, 1)
     lora.save_adapter(dict(lora.gather_weights(model, args)), faked_run / "adapter", args)
-    assert "takes its place" in call(faked_run)
+    assert " instead" in call(faked_run)
     call(faked_run, "--model", other)
     served, zeros = FakeVLLM.made
     assert (served.model, zeros.model) == (name, str(other))
@@ -174,8 +174,8 @@ def test_adapter_is_served_and_not_the_model_that_it_was_merged_into(
 def test_before_and_after_are_one_command(faked_run, assets):
     said = call(faked_run, "--samples", 2, "--before")
     assert len(FakeVLLM.made) == 2
-    assert f"{faked_run}/model less {assets / 'model'}, prompt by prompt" in said
-    assert "leave --model out" in call(faked_run, "--before", "--model", assets / "model")
+    assert f"{faked_run}/model minus {assets / 'model'}, per prompt" in said
+    assert "remove --model" in call(faked_run, "--before", "--model", assets / "model")
 
 
 def test_rows_that_are_sometimes_right_are_found_by_their_numbers(
@@ -236,7 +236,7 @@ def test_held_out_prompts_are_the_run_s_or_the_flag_s(faked_run, small_eval, tmp
     tokenizer = script.AutoTokenizer.from_pretrained(other)
     tokenizer.add_tokens(["<new>"])
     tokenizer.save_pretrained(other)
-    assert "has other tokens than the run's" in call(faked_run, "--model", other)
+    assert "must have the same tokens as the run's" in call(faked_run, "--model", other)
 
 
 def test_another_reward_grades_and_is_known_by_its_neighbours_too(faked_run, tmp_path, monkeypatch):
@@ -266,7 +266,7 @@ def test_copy_s_run_is_graded_by_the_copy(faked_run, tmp_path, monkeypatch):
     assert "Warning" not in said and "pass@1 0 " in said
     copy.unlink()
     said = call(faked_run)
-    assert "is not here as it was" in said and "pass@1 1 " in said
+    assert "is missing or has changed" in said and "pass@1 1 " in said
 
 
 def test_models_with_other_evaluations_of_the_same_are_compared(faked_run, tmp_path):
@@ -277,25 +277,27 @@ def test_models_with_other_evaluations_of_the_same_are_compared(faked_run, tmp_p
     script.VLLM.is_blind = False
     said += call(faked_run, "--samples", 2)
     names = {path.name for path in faked_run.glob("evaluations/trained_10x2_*")}
-    assert "Nothing is compared: no other model was evaluated" in said
-    assert "prompt by prompt" not in said and len(names) == len(FakeVLLM.made) == 2
+    assert "has no evaluation of another model" in said
+    assert ", per prompt" not in said and len(names) == len(FakeVLLM.made) == 2
     other = shutil.copytree(faked_run, faked_run.with_name("other"))
     os.utime(other / "model" / "config.json", (1e9, 1e9))
     shutil.rmtree(other / "evaluations")
     script.VLLM.is_blind = True
     said = call(other, "--samples", 2, "--compare", faked_run, "--seed", 7)
-    assert f"\n{other}/model less {faked_run}/model, prompt by prompt" in said
+    assert f"\n{other}/model minus {faked_run}/model, per prompt" in said
     assert "\nscore -0.5 -0.573 -0.2603 0 10 0\n" in said
     script.VLLM.is_blind = False
     said = call(faked_run, "--samples", 2, "--model", base)
-    assert f"{faked_run}/model less {base}, prompt by prompt" in said  # after less before
+    assert f"{faked_run}/model minus {base}, per prompt" in said  # after less before
     assert "\nscore 0 " in said
     said = call(faked_run, "--samples", 3, "--model", base)
-    assert "prompt by prompt" not in said and "differs in samples (2 there, 3 here)\n" in said
+    assert ", per prompt" not in said and "differs in samples (2 there, 3 here)\n" in said
     reward = f"{write_text(tmp_path / 'reward.py', '')}:score"
     for flags, what in ((["--reward_fn", reward], "reward"), (["--prompts", 5], "prompts")):
         said = call(other, "--samples", 2, "--compare", faked_run, *flags)
-        assert re.search(rf"Not compared with {faked_run}/\S+, which differs in {what} \(", said)
+        assert re.search(
+            rf"Not compared with {faked_run}/\S+, because it differs in {what} \(", said
+        )
 
 
 @pytest.mark.slow
@@ -305,7 +307,7 @@ def test_vllm_answers(faked_run, small_eval):
     streams = {"env": environment(), "capture_output": True, "text": True}
     result = subprocess.run(command, cwd=REPO, timeout=900, **streams)
     assert result.returncode == 0, result.stderr
-    assert "prompt by prompt" in result.stdout  # vLLM has started twice
+    assert ", per prompt" in result.stdout  # vLLM has started twice
     rows = script.load_rows(str(small_eval), None, "test")
     truths = [row["reward_model"]["ground_truth"] for row in rows]
     _, answers = evaluation_in(faked_run)

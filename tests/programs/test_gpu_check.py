@@ -101,9 +101,9 @@ def test_what_a_run_says_is_told(monkeypatch):
     said += "INFO Maximum concurrency for 1,536 tokens per request: 12.50x\n"
     monkeypatch.setattr(gpu_check.benchmark, "run", lambda *_, **__: ([{}], said))
     monkeypatch.setattr(gpu_check.inspect_run, "read_args", lambda run_dir: {})
-    costs = "To compare: 9 response tokens a second"
+    costs = "To compare: 9 response tokens per second"
     monkeypatch.setattr(gpu_check.inspect_run, "describe_costs", lambda *_: costs)
-    told = {"vllm/model_runner": 2, "vllm/at_once": 12.5, "compare": "9 response tokens a second"}
+    told = {"vllm/model_runner": 2, "vllm/at_once": 12.5, "compare": "9 response tokens per second"}
     assert gpu_check.run(["program.py"]) == [told]
 
 

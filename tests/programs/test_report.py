@@ -144,7 +144,7 @@ def test_reward_that_never_arrives_is_told_however_long_right_and_wrong_answers_
         assert ill(metrics_of(12), rows, whiten_rewards=True) == []
 
 
-DIES = "The score falls to nothing, and the policy hardly changes"
+DIES = "The score falls to 0, although the policy hardly changes"
 # (a metric, its values in a run that is right otherwise, what is said)
 RULES = [
     ("objective/reward_failures", [0, 0.1, 0], "objective/reward_failures > 0"),

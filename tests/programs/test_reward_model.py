@@ -121,16 +121,18 @@ def test_what_is_odd_about_pairs_is_counted_by_its_kind(tokenizer, tmp_path, cap
 
 
 TWO = "`chosen` and `rejected` have different prompts"
-NO_ANSWER = "a response is a text, or messages that end with a text of the assistant; not "
+NO_ANSWER = (
+    "a response must be a text, or messages that end with a text of the assistant, but this one is "
+)
 HH = "\n\nHuman: 53=\n\nAssistant: "
 NO_PAIRS = [
     ({"chosen": [ASK, GOOD], "rejected": [OTHER, BAD]}, TWO),
     ({"prompt": "53=", "chosen": "35", "rejected": [ASK, BAD]}, TWO),
-    ({"prompt": [OTHER], "chosen": [ASK, GOOD], "rejected": [ASK, BAD]}, "the messages do not"),
+    ({"prompt": [OTHER], "chosen": [ASK, GOOD], "rejected": [ASK, BAD]}, "its messages must begin"),
     # The template would leave out the message before the response
-    (ROW | {"prompt": [ASK, BAD]}, "the prompt ends with a message of the assistant"),
+    (ROW | {"prompt": [ASK, BAD]}, "the prompt must not end with a message of the assistant"),
     # As texts they would train a model of another form than the messages that PPO has of HH
-    ({"chosen": f"{HH}35", "rejected": f"{HH}53"}, "it has no prompt, in a column `prompt` or in"),
+    ({"chosen": f"{HH}35", "rejected": f"{HH}53"}, "the prompt is missing, both as a column"),
     (ROW | {"chosen": [GOOD | {"content": None}]}, NO_ANSWER),
     ({"chosen": [ASK], "rejected": [ASK]}, f"{NO_ANSWER}{[ASK]}"),
 ]
@@ -252,7 +254,7 @@ def test_other_pairs_and_arguments_are_refused(options, whole):
         ({"seed": 2}, "seed was 1"),
         ({"num_train_epochs": 3}, "num_updates was 6"),
         ({"stop_token": "<|pad|>"}, "the prompts have changed"),
-        ({"max_token_length": 5}, "no pair is left of 193: 193 dropped as longer than"),
+        ({"max_token_length": 5}, "none of 193 pairs is left: 193 dropped as longer than"),
     ):
         with pytest.raises(ValueError, match=message):
             run(whole.folder, options | {"resume_from_checkpoint": "latest"} | changes)

@@ -1,4 +1,4 @@
-// The page that scripts/report.py makes. Data becomes text by textContent alone: none of it runs.
+// The page that scripts/report.py writes. Data only becomes text (textContent), so none of it runs.
 "use strict";
 const byId = (id) => document.getElementById(id);
 const data = JSON.parse(byId("data").textContent);
@@ -14,7 +14,7 @@ function make(tag, properties, ...children) {
 
 const div = (className, ...children) => make("div", { className }, ...children);
 
-// Characters that are not seen, or that turn others around, as their code
+// Characters that are invisible, or that reverse others, are shown as their code
 const UNSEEN = /(?!\n)[\p{Cc}\p{Cf}\p{Zl}\p{Zp}]/gu;
 
 function visible(text) {
@@ -33,7 +33,7 @@ function table(heading, rows) {
   return make("div", { className: "scroll", tabIndex: 0 }, make("table", {}, head, ...body));
 }
 
-// The name of a run in its colour, where there are several
+// The name of a run in its colour, if there are several runs
 function nameOf(number) {
   if (runs.length === 1) return null;
   return make("h3", { style: `color: var(--run${number % 6})` }, runs[number].name);
@@ -67,12 +67,13 @@ function showHealth() {
     const rows = run.health.map((row) => {
       const figures = row.figures.map(([name, values]) =>
         div("", explained(name, "name"), " ", make("span", { className: "number" }, values)));
-      const word = row.ill.length ? "⚠ ill" : "✓ nothing alarming";
-      const then = row.ill.length ? div("dim", "Then: " + row.then) : null;
+      const word = row.ill.length ? "⚠ warning sign" : "✓ no warning sign";
+      const then = row.ill.length ? div("dim", row.then + ".") : null;
       const verdict = div("", div("verdict", word), ...row.ill.map(finding), then);
       return [row.ask, div("", ...figures), row.usual, verdict];
     });
-    const box = table(["ask", "this run, from first step to last", "usual", "verdict"], rows);
+    const heading = ["question", "this run, from the first step to the last"];
+    const box = table([...heading, "in a healthy run", "verdict"], rows);
     [...box.querySelectorAll("tr")].slice(1).forEach((line, i) => {
       line.className = run.health[i].ill.length ? "ill" : "well";
     });
@@ -83,9 +84,9 @@ function showHealth() {
 
 // ---------------------------------------------------------------------------------------- curves
 
-// A metric's name, which says what it means if one points at it or comes to it by Tab
+// A metric's name, with what it means if you point at it or reach it with Tab
 function explained(name, kind = "") {
-  const whole = name.split("/").slice(0, 2).join("/");  // of what is split by data source
+  const whole = name.split("/").slice(0, 2).join("/");  // without the data source
   const said = [name, `${whole}/NAME`, whole].map((key) => data.meanings[key]).find(Boolean);
   if (!said) return make("span", { className: kind }, name);
   const tip = make("span", { className: "tip" }, said);
@@ -104,7 +105,7 @@ function drawChart(box, title, names) {
   const heading = make("h3", {}, title, ...(title ? [make("br")] : []));
   names.forEach((name, i) => heading.append(i ? ", " : "", explained(name)));
   const figure = make("figure", { tabIndex: 0 }, heading);
-  const keys = "arrows move, + and - zoom, Enter leads to rollouts";
+  const keys = "arrow keys move, + and - zoom, Enter shows the rollouts";
   figure.setAttribute("aria-label", `${names.join(", ")}: ${keys}`);
   box.append(figure);
   const dashes = [[], [6, 4], [2, 3]];
@@ -130,7 +131,7 @@ function drawChart(box, title, names) {
   charts.push(chart);
   new ResizeObserver(() => size().width !== chart.width && chart.setSize(size())).observe(figure);
 
-  const leave = () => {  // to the rollouts of the step, of the run whose line is nearest
+  const leave = () => {  // show the rollouts of the step, from the run whose line is nearest
     const { idx, top } = chart.cursor;
     if (idx == null) return;
     const distance = (i) => Math.abs(chart.valToPos(columns[i + 1][idx], "y") - top);
@@ -182,7 +183,7 @@ function showCurves() {
 
 // --------------------------------------------------------------------------------------- answers
 
-const words = { true: ["right", "✓ right"], false: ["wrong", "✗ wrong"], null: ["", ""] };
+const words = { true: ["right", "✓ correct"], false: ["wrong", "✗ incorrect"], null: ["", ""] };
 
 function verdictOf(row) {
   const [className, word] = words[row.right];
@@ -191,7 +192,7 @@ function verdictOf(row) {
 
 function showAnswers() {
   const prompts = data.answers;
-  if (!prompts.length) return byId("answers").replaceChildren("No evaluation has been written.");
+  if (!prompts.length) return byId("answers").replaceChildren("No evaluation was written yet.");
   const [filter, order, source, search] = ["filter", "order", "source", "search"].map(byId);
   const range = byId("evaluation");
   const every = prompts.flatMap((prompt) => prompt[3].flat());
@@ -224,7 +225,7 @@ function showAnswers() {
   function card([prompt, truth, from, answers]) {
     const columns = answers.map((rows, i) => {
       const row = now(rows);
-      if (!row) return div("", nameOf(i), "was not asked");
+      if (!row) return div("", nameOf(i), "This run has no answer.");
       const score = (each) => each.score ?? "none (the reward failed)";
       const scores = rows.map((each) => `${each.policy_version}: ${score(each)}`);
       const history = div("history", `score by steps: ${scores.join(" · ")}`);
@@ -242,7 +243,7 @@ function showAnswers() {
     const sign = order.value[0] === "-" ? -1 : 1;
     const value = (prompt) => prompt[3].map(now).find(Boolean)[key] ?? -Infinity;
     if (key) found.sort((a, b) => sign * (value(a) - value(b)));
-    const left = prompts.length < data.asked ? `; of ${data.asked} so many fit into this page` : "";
+    const left = prompts.length < data.asked ? `; the others of ${data.asked} do not fit here` : "";
     byId("count").textContent = `${found.length} of ${prompts.length} prompts${left}`;
     byId("more").hidden = found.length <= most;
     byId("prompts").replaceChildren(...found.slice(0, most).map(card));
@@ -252,7 +253,7 @@ function showAnswers() {
 
 // -------------------------------------------------------------------------------------- rollouts
 
-// What tokens can be coloured by: how it is called, and its value at a place of a response
+// What tokens can be coloured by: its name, and its value at a position of a response
 const minus = (a, b) => (a == null || b == null ? null : +(a - b).toFixed(4));
 const quantities = {
   advantages: ["advantage"],
@@ -266,12 +267,12 @@ const quantities = {
   kl_rewards: ["reward by the KL penalty"],
   kl: ["KL to the reference (log-ratio)", (n, i) => minus(n.logprobs?.[i], n.ref_logprobs?.[i])],
 };
-let showStep = () => {};  // (number of a run, step, whether to stay where one is)
+let showStep = () => {};  // (index of a run, step, whether to keep the scroll position)
 
 function showRollouts() {
   const [run, range, quantity, panel] = ["run", "step", "quantity", "panel"].map(byId);
   if (!runs.some((each) => each.steps.length)) {
-    return byId("rollouts").replaceChildren("No response has been written.");
+    return byId("rollouts").replaceChildren("No response was written yet.");
   }
   const steps = runs.flatMap((each) => each.steps);
   const every = steps.flatMap((step) => step.groups.flatMap((group) => group.rows));
@@ -306,10 +307,10 @@ function showRollouts() {
     range.nextElementSibling.value = shown.step;
     const values = rows.flatMap((row) => (row.ids ?? []).map((_, i) => value(row.numbers, i)));
     const sizes = values.map((each) => Math.abs(each ?? 0)).sort((a, b) => a - b);
-    // A few extreme tokens do not take the colour from the others
+    // Scale by the 98th percentile, so that a few extreme tokens do not fade the others
     const largest = sizes[Math.floor(0.98 * (sizes.length - 1))] || sizes.at(-1) || 0;
     const end = +largest.toPrecision(3);
-    byId("least").textContent = end ? `-${end} or less` : "nothing but 0, or not computed";
+    byId("least").textContent = end ? `-${end} or less` : "all are 0, or not computed";
     byId("greatest").textContent = end ? `${end} or more` : "";
     const groups = byId("groups");
     groups.className = rows.length > shown.groups.length ? "" : "cards";
@@ -339,13 +340,13 @@ function showRollouts() {
   }
 
   function showTokens(row, value, largest) {
-    if (!row.ids) return div("", textBox(row.text), div("note", "without tokens in the file"));
+    if (!row.ids) return div("", textBox(row.text), div("note", "The file has no tokens of it."));
     const box = div("tokens");
     const values = row.ids.map((_, i) => value(row.numbers, i));
     if (values.every((each) => each == null)) box.append(div("note", "not computed"));
     values.forEach((number, i) => {
       if (row.gap && i === Math.floor(values.length / 2)) {
-        box.append(make("span", { className: "gap" }, ` … ${row.gap} tokens are left out … `));
+        box.append(make("span", { className: "gap" }, ` … ${row.gap} tokens not shown … `));
       }
       box.append(...showToken(row, i, number, largest));
     });
