@@ -188,7 +188,7 @@ class Algorithm:
     temperature: float = 1.0
     """Temperature of sampling. All log-probabilities are computed at the same temperature."""
     non_stop_penalty: bool = False
-    """Score a response without a stop token with penalty_reward_value instead."""
+    """Score a response that did not stop, or is too short, with penalty_reward_value instead."""
     penalty_reward_value: float = 0.0
     """Score of a response without a stop token, if non_stop_penalty is set."""
 
@@ -297,8 +297,8 @@ def main(args):
     limit_memory(accelerator.device, args)
     language_model = load_model(AutoModelForCausalLM, args.model_name_or_path, args, trained=True)
     args.stop_token_ids = find_stop_tokens(args, tokenizer, language_model)
-    # There is one set of weights. The wrapper `policy` is trained, language_model is synced and
-    # saved
+    # `policy` wraps language_model, so both have the same weights. Training goes through policy.
+    # What is sent to vLLM and saved is language_model
     policy = place_model(accelerator, PolicyModel(language_model, args), args)
     ref_policy = load_reference_policy(accelerator, policy, args)
     reward_model = load_reward_model(accelerator, args)
@@ -327,7 +327,7 @@ def main(args):
 
     if checkpoint_dir:
         # A checkpoint of step N has the rollout of step N + 1, because the weights that generated
-        # it may no longer exist
+        # it may no longer exist. load_rollout returns this rank's part of it
         response_Q.put(load_rollout(state["rollout"]))
     else:
         sync_and_request(version=0, training_step=1)
@@ -370,10 +370,10 @@ def main(args):
         check_rewards(responses)  # ends the run if the reward failed on all of them
         epochs = deal_rows(training_step, args)  # [epoch][mini_batch] -> rows
 
-        # 5. Forward passes before any update. They use the micro-batches of the first epoch,
-        # because other padding would change the last bits. In the first update all ratios are
-        # therefore exactly 1 (on a CPU, unless rows_with_gradient leaves rows out; and without
-        # --compile_layers, whose kernels for passes with and without gradients differ)
+        # 5. Forward passes before any update. The policy uses the micro-batches of the first epoch,
+        # because other padding would change the last bits. On a CPU all ratios of the first update
+        # are therefore exactly 1, unless rows_with_gradient leaves rows out or --compile_layers is
+        # set, which uses other kernels if gradients are needed
         with timed(metrics, "forward"):
             batch.logprobs, batch.entropies = forward_all(
                 accelerator, policy, batch, epochs[0], args
@@ -381,7 +381,7 @@ def main(args):
             if args.beta > 0:
                 batch.ref_logprobs = reference_logprobs(accelerator, ref_policy, batch, args)
         # If this version generated the batch, vLLM's log-probabilities must agree with the
-        # learner's up to a small KL, or the run ends. In async mode this is known only for batch 1
+        # learner's up to a small KL, or the run ends. In async mode only batch 1 can be checked
         if rollout.policy_version == version:
             check_sampler(batch.logprobs, batch.sampler_logprobs, batch.mask, args)
 
@@ -411,7 +411,7 @@ def main(args):
                 accumulate_gradients(accelerator, models, batch, rows, divisor, sums, args)
                 if not batch.loss_mask[mini_batch].any():
                     warn_once("updates are skipped if no row of their mini-batch is in the loss")
-                    continue  # because AdamW would move weights by its moments without a gradient
+                    continue  # with a zero gradient, AdamW's momentum would still move the weights
                 # apply_gradients sums gradients over ranks, clips them, and steps the optimizer
                 lr = args.learning_rate * lr_multiplier(update, args.num_updates, args)
                 norm = apply_gradients(accelerator, policy, optimizer, lr, batch, run_dir, args)
@@ -449,10 +449,11 @@ def main(args):
 def evaluation_is_due(steps, args):
     """Return whether the policy is evaluated after this number of steps.
 
-    In ppo_sync.py, an evaluation after s steps is answered by version s. In the asynchronous
-    scripts it is answered by version s - 1, and after 0 steps by version 0. Evaluations are
-    therefore at least two steps apart, because those after 0 steps and after 1 step would be the
-    same. In every script the last version answers the last evaluation.
+    In ppo_sync.py, version s answers an evaluation after s steps. In the asynchronous scripts its
+    prompts go out with those of step s + 1, when vLLM still has version s - 1 (version 0 if s is
+    0). Evaluations after 0 steps and after 1 step would therefore both be of version 0, so
+    evaluations are at least two steps apart. In every script the last evaluation is of the last
+    version.
     """
     num_steps = args.num_training_steps
     num_evals = min(args.num_evals, num_steps // 2)
@@ -529,8 +530,8 @@ def accumulate_gradients(accelerator, models, batch, rows, divisor, sums, args):
         divisor: the divisor of the whole mini-batch on all ranks. Every rank divides by it, and
             apply_gradients sums over the ranks, so the gradient does not depend on how the rows are
             split up.
-        sums: {metric: sum}. This rank adds its sums over loss tokens, the tokens of its rows
-            (val/update_tokens), and its part of the losses of all models (objective/loss).
+        sums: {metric: sum}. This rank adds the sum of each metric over its loss tokens, the number
+            of tokens of its rows (val/update_tokens), and its part of the loss (objective/loss).
 
     Every rank must call this, in the same order.
     """
@@ -566,7 +567,8 @@ def token_losses(outputs, part, args):
     new_logprobs, entropies = outputs
     mask = part.loss_mask
     tis_weights = importance_weights(part.logprobs, part.sampler_logprobs, mask, args)
-    # Multiply by the mask before exp, because 0 * inf would be NaN
+    # Outside the mask log_ratio must be 0 before exp. Otherwise exp could be inf there, and the
+    # later product of inf with the mask's 0 would be NaN
     token_log_ratio = (new_logprobs - part.logprobs) * mask
     log_ratio = token_log_ratio
     if args.importance_sampling_level == "sequence":
@@ -585,7 +587,7 @@ def token_losses(outputs, part, args):
         "policy/clipfrac_avg": clipped,
         "policy/entropy_avg": entropies,
         "val/ratio": ratio,
-        "val/ratio_var": (ratio - 1) ** 2,  # under the old policy, the mean of the ratio is 1
+        "val/ratio_var": (ratio - 1) ** 2,  # the ratio's expectation is 1
     }
     if args.beta > 0:
         # With the factors new / old and weight, kl3 has the gradient of the KL itself at each
@@ -621,10 +623,10 @@ def importance_weights(old_logprobs, sampler_logprobs, mask, args):
 
 
 def policy_loss(log_ratio, advantages, tis_weights, cliprange, cliprange_higher):
-    """Return PPO's clipped surrogate loss (1707.06347), weighted, and where a clip binds.
+    """Return PPO's clipped surrogate loss (1707.06347), and a boolean where clipping changed it.
 
-    The weights are tis_weights, the importance weights. log_ratio is new - old. The ratio is
-    clipped to [1 - cliprange, 1 + cliprange_higher]. All tensors have the same shape, with one
+    The loss is multiplied by tis_weights, the importance weights. log_ratio is new - old. The ratio
+    is clipped to [1 - cliprange, 1 + cliprange_higher]. All tensors have the same shape, with one
     number per token.
 
     >>> loss, clipped = policy_loss(
@@ -730,8 +732,8 @@ def cut_micro_batches(accelerator, batch, mini_batch, args):
     lengths = batch.lengths.tolist()
     by_length = sorted(mini_batch, key=lambda row: (lengths[row], row))
     own_rows = by_length[accelerator.process_index :: num_ranks]
-    # The last rank's n-th row is the longest n-th row of all ranks, because the rows are sorted.
-    # All ranks therefore split by the lengths of the last rank's rows, and pad to them
+    # Rows are dealt to ranks in ascending order of length, so for every n the last rank's n-th row
+    # is the longest n-th row of all ranks. All ranks split and pad by the last rank's lengths
     longest = [lengths[row] for row in by_length[num_ranks - 1 :: num_ranks]]
     for start, end in itertools.pairwise(cut_places(longest, args)):
         rows = own_rows[start:end]
@@ -751,7 +753,7 @@ def cut_places(lengths, args):
     """
     max_rows = args.per_device_train_batch_size or len(lengths)
     places = [0]
-    for i, length in enumerate(lengths):
+    for i, length in enumerate(lengths):  # with row i, all are padded to its length
         if i - places[-1] >= max(1, min(max_rows, args.micro_batch_tokens // length)):
             places.append(i)
     return [*places, len(lengths)]
@@ -989,8 +991,8 @@ def score_responses(accelerator, reward_model, responses, args, is_eval=False):
 def generation_thread(engine, workers, tokenizer, prompts_Q, response_Q, args):
     """Answer each Request in prompts_Q with this rank's part of a Rollout, in response_Q.
 
-    It calls no function that every rank must call, because the ranks would call such functions from
-    two threads in different orders.
+    No function that every rank must call may be called here. The main thread calls such functions
+    too, and the order of the two threads can differ between ranks.
     """
     try:
         while True:
@@ -1007,7 +1009,8 @@ def generation_thread(engine, workers, tokenizer, prompts_Q, response_Q, args):
 def generate_rollout(engine, workers, tokenizer, request, args):
     """Generate this rank's part of the responses to a Request, and grade it. Return a Rollout.
 
-    Each rank has the whole Request, of which its engine takes its part of the prompts.
+    Every rank gets the whole Request. engine.sample generates this rank's part of it, which is
+    empty if the rank has no engine.
     """
     times = {}
     with timed(times, "generation"):
