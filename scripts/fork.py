@@ -1,26 +1,25 @@
-"""Writes a fork of a script: scripts/forks/NAME.diff, applied to the script that it is against.
+"""Write a fork of a script: apply scripts/forks/NAME.diff to the script that it was made from.
 
     python scripts/fork.py inflight grpo_inflight.py
 
-docs/ready_made_forks.md says what each changes. The new file runs where it lies, as any copy of a
-script does (docs/changing_a_script.md). The fork lora (docs/adapters.md) fits each of the three
-scripts:
+docs/ready_made_forks.md describes the forks. The new file runs where it is, like any copy of a
+script (docs/changing_a_script.md). The fork lora (docs/adapters.md) fits each of the three scripts:
 
     python scripts/fork.py lora ppo_lora.py --script ppo_vllm_async.py
 
-After a change of yours, this makes the diff again:
+After you have changed a fork, make its diff again:
 
     git diff --no-index grpo_vllm_async.py grpo_inflight.py > scripts/forks/inflight.diff
 
-You may have edited the script itself, if it still has the lines that a diff changes, and those
+You can have edited the script itself, if it still has the lines that a diff changes and those
 around them. Otherwise nothing is written.
 
-With --bug it is a script with a bug to learn from, scripts/forks/bugs/NAME.diff
+With --bug it writes a script with a bug to learn from, scripts/forks/bugs/NAME.diff
 (docs/bug_gallery.md). The first line of the new file says so.
 
     python scripts/fork.py --bug stale_weights grpo_stale_weights.py
 
-With --without it is a script that lacks parts, scripts/forks/deletions/NAME.diff, in any number
+With --without it writes a script that lacks one or more parts, scripts/forks/deletions/NAME.diff
 (docs/changing_a_script.md).
 
     python scripts/fork.py --without fsdp2,placement,resume grpo_small.py
@@ -42,16 +41,16 @@ REPO = Path(__file__).resolve().parent.parent
 FORKS, FAILURES = REPO / "scripts/forks", REPO / "scripts/forks/bugs"
 DELETIONS = REPO / "scripts/forks/deletions"
 SCRIPTS = ("grpo_vllm_async.py", "ppo_vllm_async.py", "ppo_sync.py")
-FIT_ALL = ("lora",)  # forks of each of the SCRIPTS, by one diff
+FIT_ALL = ("lora",)  # forks whose diff fits each of the SCRIPTS
 
 
 def names_in(folder):
-    """Those of the diffs in a folder."""
+    """Return the names of the diffs in a folder."""
     return sorted(path.stem for path in folder.glob("*.diff"))
 
 
 def base_of(diff):
-    """The script that a diff is against.
+    """Return the script that a diff was made from.
 
     >>> base_of("--- a/ppo_sync.py\\n+++ b/my_fork.py\\n")
     'ppo_sync.py'
@@ -61,13 +60,13 @@ def base_of(diff):
 
 def refuse_old(output):
     if output.exists():
-        raise SystemExit(f"{output} exists; move it away, or choose another name")
+        raise SystemExit(f"{output} exists; move it, or choose another name")
 
 
 def write_fork(name, output, is_bug=False, script=None):
-    """Writes a fork, or a script with a bug, to a file, which must not exist yet.
+    """Write a fork, or a script with a bug, to a file that does not exist yet.
 
-    script: the one to fork. By default it is the one that the diff was made from.
+    script: the script to fork. By default it is the one that the diff was made from.
     """
     refuse_old(output)
     text = apply_diffs([(FAILURES if is_bug else FORKS) / f"{name}.diff"], script=script)
@@ -77,7 +76,7 @@ def write_fork(name, output, is_bug=False, script=None):
 
 
 def file_of(name, script=SCRIPTS[0]):
-    """A name for a fork of a script, for programs that write one.
+    """Return a name for a fork of a script, for programs that write one.
 
     >>> file_of("lora"), file_of("lora", "ppo_sync.py")
     ('grpo_lora.py', 'ppo_sync_lora.py')
@@ -87,7 +86,7 @@ def file_of(name, script=SCRIPTS[0]):
 
 @cache
 def import_fork(name, script=SCRIPTS[0]):
-    """A fork as a module. Processes that it starts find its file, which goes when this one ends."""
+    """Import a fork. Processes that it starts find its file, which is removed at the end."""
     folder = tempfile.mkdtemp(prefix="fork_")
     atexit.register(shutil.rmtree, folder)
     path = Path(folder, file_of(name, script))
@@ -97,9 +96,10 @@ def import_fork(name, script=SCRIPTS[0]):
 
 
 def changes_in(diff, text):
-    """The changes of a diff: the index of the first line, how many lines go, and which come.
+    """Return the changes of a diff: the index of the first line, the lines removed, those added.
 
-    Each place of the diff is where the text has its lines, which it must have once: ValueError.
+    A change is made where the text has the lines of the diff. Raise ValueError unless the text has
+    them exactly once.
 
     >>> diff = "--- a/x.py\\n+++ b/y.py\\n@@ -3,2 +3,2 @@\\n kept\\n-old\\n+new\\n"
     >>> changes_in(diff, "first\\nkept\\nold\\n")
@@ -110,7 +110,7 @@ def changes_in(diff, text):
         lines = hunk.splitlines(keepends=True)
         before = "\n" + "".join(line[1:] for line in lines if line[0] in " -")
         if (count := f"\n{text}".count(before)) != 1:
-            raise ValueError(f"these lines must be in it once, and are {count} times:{before}")
+            raise ValueError(f"it must contain these lines once, not {count} times:{before}")
         index = f"\n{text}".partition(before)[0].count("\n")
         for is_kept, group in itertools.groupby(lines, lambda line: line[0] == " "):
             group = list(group)
@@ -123,9 +123,10 @@ def changes_in(diff, text):
 
 
 def apply_diffs(paths, text=None, script=None):
-    """The script with the changes of diffs. What one rewrites and another one takes out is out.
+    """Return a script with the changes of diffs. Lines that any of them removes are removed.
 
-    script: None: the one that they are against; text: of the script, None: as it is now.
+    script: defaults to the one that the diffs were made from. text: of the script, by default its
+    file.
     """
     diffs = {path: path.read_text("utf-8") for path in paths}
     (base,) = {script} if script else {base_of(diff) for diff in diffs.values()}
@@ -138,11 +139,11 @@ def apply_diffs(paths, text=None, script=None):
         except ValueError as error:
             raise SystemExit(
                 f"{path.parent.name}/{path.name} does not fit {base} any more: {error}\n"
-                f"Take {base} from the last commit that it fits, or make the diff again "
+                f"Use {base} of the last commit that it fits, or make the diff again "
                 f"(scripts/dev/refit.py)"
             ) from error
     out = {i for first, count, new in changes if not new for i in range(first, first + count)}
-    lines = [*text.splitlines(keepends=True), ""]  # behind the last one, lines may be added
+    lines = [*text.splitlines(keepends=True), ""]  # a diff can add lines at the end
     removed, added = set(), defaultdict(str)
     for first, count, new in changes:
         replaced = range(first, first + count)
@@ -153,36 +154,28 @@ def apply_diffs(paths, text=None, script=None):
 
 
 def leave_out(names):
-    """A script without some parts."""
+    """Return a script without some parts."""
     return apply_diffs([DELETIONS / f"{name}.diff" for name in names])
 
 
 def main():
-    sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may know ASCII alone
+    sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may support only ASCII
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("name", nargs="?", choices=names_in(FORKS), help="which fork")
-    bugs = names_in(FAILURES)
-    parser.add_argument(
-        "--bug", choices=bugs, metavar="NAME", help=f"in place of a fork: {', '.join(bugs)}"
-    )
-    parts = names_in(DELETIONS)
-    parser.add_argument(
-        "--without",
-        type=lambda text: text.split(","),
-        metavar="NAMES",
-        help=f"in place of a fork, with a comma between: {', '.join(parts)}",
-    )
-    parser.add_argument("output", type=Path, help="the file to write")
-    parser.add_argument(
-        "--script",
-        choices=SCRIPTS,
-        help=f"of which script the fork is; only for {', '.join(FIT_ALL)}",
-    )
+    add = parser.add_argument
+    add("name", nargs="?", choices=names_in(FORKS), help="Fork to write.")
+    bugs, parts = names_in(FAILURES), names_in(DELETIONS)
+    bug = f"Bug to write instead of a fork: {', '.join(bugs)}."
+    add("--bug", choices=bugs, metavar="NAME", help=bug)
+    without = f"Parts to leave out, separated by commas: {', '.join(parts)}."
+    add("--without", type=lambda text: text.split(","), metavar="NAMES", help=without)
+    add("output", type=Path, help="File to write.")
+    script = f"Script to fork, only for {', '.join(FIT_ALL)}."
+    add("--script", choices=SCRIPTS, help=script)
     args = parser.parse_args()
     if [args.name, args.bug, args.without].count(None) != 2:
-        parser.error("name a fork, or with --bug a bug, or parts, and the file to write")
+        parser.error("name the file to write, and one of: a fork, --bug, --without")
     if args.script and args.name not in FIT_ALL:
         parser.error(f"--script: only {', '.join(FIT_ALL)} fits more than one script")
     output = args.output.expanduser()
@@ -193,7 +186,7 @@ def main():
         output.write_text(leave_out(args.without), "utf-8")
     else:
         write_fork(args.name or args.bug, output, is_bug=bool(args.bug), script=args.script)
-    print(f"wrote {args.output}")
+    print(f"Wrote {args.output}")
 
 
 if __name__ == "__main__":

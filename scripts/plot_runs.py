@@ -1,15 +1,15 @@
-"""Draws the curves of a run, or compares several in a picture and a table.
+"""Draw the curves of a run, or compare several runs in a picture and a table.
 
-Only metrics.jsonl is needed. While a run trains, it has the steps so far.
-Metrics of your own come after those that the scripts have.
+Only metrics.jsonl is needed, and while a run trains it has the steps so far.
+Your own metrics are drawn after those of the scripts.
 
-    # curves.png in the run's folder, drawn anew
+    # curves.png in the run's folder, which is replaced
     python scripts/plot_runs.py output/RUN
     # several runs: comparison.png in this folder, and a table on the terminal
     python scripts/plot_runs.py output/A output/B
-    # by the time they took
+    # over the seconds that they took
     python scripts/plot_runs.py output/A output/B --x seconds
-    # token_length.png in the run's folder: how long its prompts are
+    # token_length.png in the run's folder: the lengths of its prompts
     python scripts/plot_runs.py output/RUN --lengths
 """
 
@@ -25,7 +25,7 @@ from typing import NamedTuple
 from internal import warning_signs
 from internal.run_files import read_args, read_metrics
 
-# What an x axis can show: the metric that it is read from, and its title
+# The possible x axes: the metric and the title of each
 X_AXES = {
     "step": ("training_step", "training step"),
     "seconds": ("time/from_scratch", "seconds since the start"),
@@ -35,9 +35,9 @@ X_AXES = {
 class Panel(NamedTuple):
     title: str
     metrics: list[str]
-    at_least: tuple[float, float] | None = None  # what the y axis shows, whatever the values
-    at_most: tuple[float, float] | None = None  # and what it never goes beyond
-    is_fault: bool = False  # drawn only where a value is above 0
+    at_least: tuple[float, float] | None = None  # the y axis always includes this range
+    at_most: tuple[float, float] | None = None  # the y axis never exceeds this range
+    is_fault: bool = False  # drawn only if a value is above 0
 
 
 SECONDS = ["time/training", "time/generation", "time/update"]
@@ -45,32 +45,32 @@ RIGHT, LENGTHS = "verifiable_correct_rate", "sequence_lengths"
 FAILED = ["eval/reward_failures", "objective/reward_failures"]
 PANELS = [
     # The first three are the reward trainer's
-    Panel("Pairs ranked right", ["eval/accuracy", "objective/accuracy"], (0.5, 1)),
+    Panel("Pairs ranked correctly", ["eval/accuracy", "objective/accuracy"], (0.5, 1)),
     Panel("Preference loss", ["eval/loss", "loss/preference_avg"], (0, 0.7)),
-    Panel("Score of chosen less rejected", ["eval/margin", "objective/margin"]),
-    Panel("Answered right", [f"eval/{RIGHT}", f"objective/{RIGHT}"], (0, 1)),
+    Panel("Score of chosen minus rejected", ["eval/margin", "objective/margin"]),
+    Panel("Answered correctly", [f"eval/{RIGHT}", f"objective/{RIGHT}"], (0, 1)),
     Panel("Score", ["eval/scores", "objective/scores"]),
-    Panel("Rewards that failed (share of responses)", FAILED, (0, 0), is_fault=True),
+    Panel("Rewards that failed (fraction of responses)", FAILED, (0, 0), is_fault=True),
     Panel("KL to the reference policy (nats per response)", ["objective/kl"], (0, 0.01)),
     Panel("Entropy (nats per token)", ["policy/entropy_avg"]),
     Panel("Response length (tokens)", [f"eval/{LENGTHS}", f"objective/{LENGTHS}"]),
     Panel("Value model: explained variance", ["val/explained_variance"], (-1, 1), (-1, 1)),
-    Panel("Share of tokens clipped", ["policy/clipfrac_avg"], (0, 0.05)),
+    Panel("Fraction of tokens clipped", ["policy/clipfrac_avg"], (0, 0.05)),
     Panel("Gradient norm before clipping", ["optim/grad_norm", "optim/value_grad_norm"], (0, 0)),
     Panel("Sampler against learner: effective sample size", ["mismatch/ess"], (0, 1)),
-    Panel("Seconds per step, without a process's first", SECONDS, (0, 0)),
+    Panel("Seconds per step (without the first)", SECONDS, (0, 0)),
 ]
-# All that the scripts and the reward trainer log; report.py draws what has no panel
+# All metrics of the scripts and the reward trainer. report.py also draws those without a panel
 OF_TRAINER = {"eval/scores_mean", "eval/scores_std"}
 KNOWN = {"training_step", *warning_signs.METRICS, *OF_TRAINER}
 KNOWN |= {"time", "perf", "mismatch", *(name for panel in PANELS for name in panel.metrics)}
-SMALLEST_SPAN = 0.2  # of a y axis, as a share of the largest value: noise is not blown up
+SMALLEST_SPAN = 0.2  # of a y axis, as a fraction of the largest value, so that noise stays small
 LINE_STYLES = ["-", "--", ":"]
 
 LAST_STEPS = 10
 # The table's columns: the metric, and whether it is a mean over the last steps
 COLUMNS = {
-    "right*": ("eval/verifiable_correct_rate", False),
+    "correct*": ("eval/verifiable_correct_rate", False),
     "score*": ("eval/scores", False),
     "score": ("objective/scores", True),
     "accuracy*": ("eval/accuracy", False),
@@ -80,34 +80,34 @@ COLUMNS = {
     "steps": ("training_step", False),
     "minutes": ("time/from_scratch", False),
 }
-FOOTNOTE = "* the last evaluation, on held-out prompts or pairs; other columns, but steps and "
-FOOTNOTE += f"minutes: means of the last {LAST_STEPS} training steps"
+FOOTNOTE = "* last evaluation, on held-out prompts or pairs. Other columns, except steps and "
+FOOTNOTE += f"minutes, are means of the last {LAST_STEPS} steps"
 
 
 class Run(NamedTuple):
     name: str
     metrics: list[dict]  # the lines of metrics.jsonl
-    args: dict  # of args.json; empty without it
+    args: dict  # of args.json, or empty without it
 
 
 # ------------------------------------------------------------------------------ reading
 
 
 def read_runs(run_dirs: list[Path]) -> list[Run]:
-    """Of several runs each is called by its path, which tells folders of one name apart."""
+    """Read runs. If there are several, each is named by its path, since names can be equal."""
     runs = []
     for run_dir in run_dirs:
         args = read_args(run_dir) if (run_dir / "args.json").is_file() else {}
         name = run_dir if len(run_dirs) > 1 else run_dir.resolve().name
-        name = os.fsencode(name).decode(errors="replace")  # fonts have no halves of characters
+        name = os.fsencode(name).decode(errors="replace")  # a font needs whole characters
         runs.append(Run(name, read_metrics(run_dir), args))
     return runs
 
 
 def own_metrics(names: set[str]) -> list[str]:
-    """Those that are none of the scripts': a fork's, or from a reward's dictionary.
+    """Return the metrics of a fork or of a reward's dictionary, which the scripts do not have.
 
-    Without those that split another metric by data source.
+    Those that split another metric by data source are left out.
     """
     wholes = tuple(f"{whole}/" for whole in KNOWN | names)
     return sorted(name for name in names - KNOWN if not name.startswith(wholes))
@@ -118,7 +118,7 @@ def names_in(runs: list[Run]) -> set[str]:
 
 
 def short_name(name: str) -> str:
-    """What a metric of held-out prompts and its counterpart of training have in common."""
+    """Return the name that a metric of held-out prompts shares with its training counterpart."""
     return name.removeprefix("eval/").removeprefix("objective/")
 
 
@@ -126,14 +126,14 @@ def short_name(name: str) -> str:
 
 
 def points_of(metrics: list[dict], key: str, x_axis: str = "step") -> list[tuple[float, float]]:
-    """(x, value) of one metric.
+    """Return the points (x, value) of one metric.
 
-    An evaluation is of the policy before its line's update, but for the last one. Seconds are
-    without the first step of each process, which has the start of vLLM or of CUDA in its time.
+    Except for the last one, an evaluation is of the policy before its line's update. Seconds leave
+    out the first step of each process, because it includes the start of vLLM or CUDA.
     """
     x_metric, _ = X_AXES[x_axis]
     x_of = {0: 0} | {line["training_step"]: line[x_metric] for line in metrics if x_metric in line}
-    # After a resume the first responses are the checkpoint's: they took no time
+    # After a resume the first responses come from the checkpoint, so they took no time
     is_timed = any("time/generation" in line for line in metrics)
     points = {}
     for number, line in enumerate(metrics):
@@ -149,7 +149,7 @@ def points_of(metrics: list[dict], key: str, x_axis: str = "step") -> list[tuple
 
 
 def panels_of(runs: list[Run]) -> list[Panel]:
-    """The panels that the runs have metrics for: the scripts', and the runs' own."""
+    """Return the panels for which the runs have metrics: the scripts', and the runs' own."""
     names, own = names_in(runs), {}
     for name in own_metrics(names):
         own.setdefault(short_name(name), []).append(name)
@@ -167,7 +167,7 @@ def panels_of(runs: list[Run]) -> list[Panel]:
 
 
 def set_y_axis(axes, panel: Panel):
-    """Room for what was drawn, neither blown up nor shrunk by values that are out of range."""
+    """Fit the y axis to the values, without magnifying noise or showing values out of range."""
     bottom, top = axes.dataLim.intervaly
     if bottom > top:  # no value is finite
         return
@@ -181,7 +181,7 @@ def set_y_axis(axes, panel: Panel):
 
 
 def draw_panel(axes, panel: Panel, runs: list[Run], x_axis: str):
-    """Lines with dots are of held-out prompts."""
+    """Draw a panel. Lines with dots are held-out prompts."""
     from matplotlib.lines import Line2D
 
     handles, styles = [], iter(LINE_STYLES)
@@ -190,7 +190,7 @@ def draw_panel(axes, panel: Panel, runs: list[Run], x_axis: str):
         look = {"linewidth": 1.2, "markersize": 4, "linestyle": "--" if held_out else next(styles)}
         for number, run in enumerate(runs):
             points = points_of(run.metrics, key, x_axis)
-            # A line of one point is not to be seen
+            # A line of one point would be invisible
             look["marker"] = "o" if held_out else "." if len(points) == 1 else None
             if points:
                 axes.plot(*zip(*points, strict=True), color=f"C{number}", **look)
@@ -204,14 +204,14 @@ def draw_panel(axes, panel: Panel, runs: list[Run], x_axis: str):
 
 
 def draw_curves(runs: list[Run], x_axis="step"):
-    """A figure with one panel for each group of metrics that the runs have."""
+    """Draw a figure with one panel for each group of metrics that the runs have."""
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
     from matplotlib.ticker import MaxNLocator
 
     panels = panels_of(runs)
     if not panels:
-        raise SystemExit("plot_runs.py: these runs have no metric that it draws")
+        raise SystemExit("plot_runs.py: these runs have no metric that can be drawn")
     rows, columns = math.ceil(len(panels) / 3), min(3, len(panels))
     figure = Figure(figsize=(5 * columns, 3.2 * rows + 0.4), dpi=90, layout="constrained")
     figure.get_layout_engine().set(w_pad=0.08)
@@ -234,7 +234,7 @@ def draw_curves(runs: list[Run], x_axis="step"):
 
 
 def save(write, path: Path):
-    """Whoever looks at it while it is written sees the old one, never half a new one."""
+    """Write a file in one step, so that a reader never sees a part of it."""
     unfinished = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
     try:
         write(unfinished)
@@ -248,9 +248,9 @@ def draw_run(run_dir: Path):
 
 
 def draw_lengths(run_dir: Path):
-    """How long a run's prompts are, unless all are of one length.
+    """Draw how long a run's prompts are, unless all have the same length.
 
-    The scripts write the file. Prompts above the limit are dropped and not in it.
+    The scripts write the lengths. Prompts above the limit are dropped, so they are not included.
     """
     from matplotlib.figure import Figure
 
@@ -261,7 +261,7 @@ def draw_lengths(run_dir: Path):
     limit = read_args(run_dir)["max_prompt_token_length"]
     figure = Figure(figsize=(7, 3.5), dpi=120, layout="constrained")
     axes = figure.add_subplot(xlabel="tokens of a prompt", ylabel="prompts")
-    # At most 50 bars, each of as many lengths as the others
+    # At most 50 bars, each for the same number of lengths
     width = math.ceil((longest - shortest + 1) / 50)
     edges = range(shortest, longest + 1 + width, width)
     axes.hist(lengths, bins=[edge - 0.5 for edge in edges])
@@ -274,7 +274,7 @@ def draw_lengths(run_dir: Path):
 
 
 def last_number(metrics: list[dict], name: str, is_mean: bool) -> str:
-    """A metric's last value, or its mean over the last steps; "": the run does not have it."""
+    """Return a metric's last value, or its mean over the last steps, or "" if there is none."""
     lines = metrics[-LAST_STEPS:] if is_mean else metrics
     values = [line[name] for line in lines if line.get(name) is not None]
     if not values:
@@ -285,7 +285,7 @@ def last_number(metrics: list[dict], name: str, is_mean: bool) -> str:
 
 
 def lines_of_table(runs: list[Run]) -> list[str]:
-    """A row for each run. The columns are those that the runs have: COLUMNS, and their own."""
+    """Return a table with a line per run. Its columns are those of COLUMNS and the runs' own."""
     names, own = names_in(runs), {}
     for name in own_metrics(names):
         held_out = name.startswith("eval/")
@@ -306,17 +306,19 @@ def lines_of_table(runs: list[Run]) -> list[str]:
 
 
 def main():
-    sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may know ASCII alone
+    sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may support only ASCII
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("runs", nargs="+", type=Path, metavar="RUN", help="folders of runs")
-    add("--x", choices=X_AXES, default="step", help="the x axis; default: step")
-    output = "the picture, .png, .svg or .pdf, in place of curves.png or comparison.png"
+    add("runs", nargs="+", type=Path, metavar="RUN", help="Folders of runs.")
+    add("--x", choices=X_AXES, default="step", help="The x axis (default: step).")
+    output = "Picture to write (.png, .svg or .pdf). Default: curves.png or comparison.png."
     add("--output", type=Path, metavar="FILE", help=output)
-    add("--overwrite", action="store_true", help="replace a picture; curves.png always is")
-    add("--lengths", action="store_true", help="a script's own call: how long its prompts are")
+    replace = "Replace an existing picture. curves.png is always replaced."
+    add("--overwrite", action="store_true", help=replace)
+    lengths = "Draw only the lengths of a run's prompts, as the scripts do."
+    add("--lengths", action="store_true", help=lengths)
     args = parser.parse_args()
     run_dirs = [run.expanduser() for run in args.runs]
     if args.lengths:
@@ -327,12 +329,12 @@ def main():
     runs = read_runs(run_dirs)
     for run_dir, run in zip(run_dirs, runs, strict=True):
         if not run.metrics:
-            parser.error(f"{run_dir} holds no metrics.jsonl with a step: it is no run's folder yet")
+            parser.error(f"{run_dir} has no metrics.jsonl with a step; name the folder of a run")
     if output.exists() and not args.overwrite and output.name != "curves.png":
-        parser.error(f"{output} exists: --overwrite replaces it, --output names another")
+        parser.error(f"{output} exists; replace it with --overwrite, or name another by --output")
     try:
         save(draw_curves(runs, args.x).savefig, output)
-    except (OSError, ValueError) as error:  # no such folder, or kind of picture
+    except (OSError, ValueError) as error:  # there is no such folder or kind of picture
         parser.error(f"--output {output}: {error}")
     print(f"Wrote {output}")
     if len(runs) > 1:

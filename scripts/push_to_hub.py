@@ -1,17 +1,17 @@
-"""Uploads a run's model to the Hugging Face hub, with a card that says how it was
-made.
+"""Upload a run's model to the Hugging Face Hub, with a card on how it was trained.
 
     python scripts/push_to_hub.py output/RUN
     python scripts/push_to_hub.py output/RUN --repo_id me/name --private
-    # what would be uploaded: files, card; without a login
+    # show the files and the card that would be uploaded; needs no login
     python scripts/push_to_hub.py output/RUN --dry_run
 
-The model goes into a branch of the repo, beside it README.md (the card),
+It uploads the model to a branch of the repo, with README.md (the card),
 curves.png, args.json and metrics.jsonl. Repo and branch are those of the run's
---hf_entity, --hf_repo_id and --hf_repo_revision; else the repo has the name of
-the experiment and the branch that of the run. Log in by `hf auth login`, or set
-HF_TOKEN. Nothing in the run's folder is changed. After a failure the same
-command goes on. At the end the lines of Python are printed that load the model.
+--hf_entity, --hf_repo_id and --hf_repo_revision. By default the repo has the
+name of the experiment, and the branch the name of the run. Log in with
+`hf auth login`, or set HF_TOKEN. Nothing in the run's folder changes. After a
+failure, repeat the command. At the end it prints Python code that loads the
+model.
 """
 
 import argparse
@@ -27,9 +27,9 @@ from internal.provenance import repo_of
 from internal.run_files import read_args, read_metrics
 from requests.utils import get_netrc_auth
 
-BESIDES = ("curves.png", "args.json", "metrics.jsonl")  # what goes up besides the model
-SILENCE = 60  # seconds that the hub may say nothing; the client would wait for ever
-# By Jinja, as huggingface_hub's own template
+BESIDES = ("curves.png", "args.json", "metrics.jsonl")  # uploaded in addition to the model
+SILENCE = 60  # seconds without an answer of the Hub, for which the client would wait forever
+# A Jinja template, as huggingface_hub's own
 CARD = """\
 ---
 {{ card_data }}
@@ -75,7 +75,7 @@ Tandem. The experiment is called `{{ args.exp_name }}`.
 
 
 def is_of_the_hub(name: str | None) -> bool:
-    """Whether a model's or dataset's name is one of the hub, and not of a file or folder here.
+    """Return whether a model's or dataset's name is one of the Hub, not of a file or folder here.
 
     >>> [is_of_the_hub(name) for name in ("Qwen/Qwen2.5-0.5B", "data/a.parquet", "/models/a", None)]
     [True, False, False, False]
@@ -85,16 +85,16 @@ def is_of_the_hub(name: str | None) -> bool:
 
 
 def method_of(args: dict) -> str:
-    """How a run trained, by the arguments that only its script has."""
+    """Return how a run was trained, according to arguments that only its script has."""
     if "value_learning_rate" in args:
         return "PPO"
     return "GRPO" if "number_samples_per_prompt" in args else "reward model"
 
 
 def find_tracked(args: dict) -> str | None:
-    """The address of the run in Weights & Biases: the newest of its name.
+    """Return the address of the run in Weights & Biases, which is the newest of its name.
 
-    None: it was not tracked, or not online, or nobody is logged in (wandb would ask for a login).
+    Return None if it was not tracked online, or without a login, for which wandb would ask.
     """
     is_online = os.environ.get("WANDB_MODE", "online") == "online"
     server = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
@@ -108,15 +108,15 @@ def find_tracked(args: dict) -> str | None:
         project = f"{args['wandb_entity'] or api.default_entity}/{args['wandb_project_name']}"
         name = {"display_name": args["run_name"]}
         return api.runs(project, filters=name, order="-created_at", per_page=1)[0].url
-    except Exception as error:  # the card can do without
-        print(f"No link to Weights & Biases: {type(error).__name__}: {error}")
+    except Exception as error:  # the card does not need it
+        print(f"The card has no link to Weights & Biases: {type(error).__name__}: {error}")
         return None
 
 
 def lines_that_load(run_dir: Path, args: dict, repo: str, revision: str) -> str:
-    """Lines of Python that load the model from its branch, and ask it."""
+    """Return lines of Python that load the model from its branch and use it."""
     task, call = "text-generation", f'"...", max_new_tokens={args.get("response_length")}'
-    if method_of(args) == "reward model":  # whose score is the logit as it is
+    if method_of(args) == "reward model":  # its score is the logit without a function
         task, call = "text-classification", '"...", function_to_apply="none"'
     elif (run_dir / "model/chat_template.jinja").exists():
         call = call.replace('"..."', '[{"role": "user", "content": "..."}]')
@@ -128,7 +128,7 @@ print(model({call}))
 
 
 def facts_of(args: dict, last: dict) -> dict[str, str | None]:
-    """What a card says of a run in its table. last: the last line of its metrics."""
+    """Return the table of a card. last: the last line of the run's metrics."""
     steps = args.get("num_training_steps") or args["num_updates"]
     rank, made = args.get("lora_rank"), args.get("provenance", {})
     versions = [f"{name} {version}" for name, version in made.get("versions", {}).items()]
@@ -149,7 +149,7 @@ def facts_of(args: dict, last: dict) -> dict[str, str | None]:
 
 
 def make_card(run_dir: Path, args: dict, repo: str, revision: str) -> str:
-    """The text of the model card, metadata included."""
+    """Return the text of the model card, including its metadata."""
     from huggingface_hub import ModelCard, ModelCardData
 
     metrics, method = read_metrics(run_dir), method_of(args)
@@ -162,7 +162,7 @@ def make_card(run_dir: Path, args: dict, repo: str, revision: str) -> str:
         pipeline_tag="text-classification" if method == "reward model" else "text-generation",
         tags=[config["model_type"], "rlhf", method.lower().replace(" ", "-")],
     )
-    # Each is of the policy before the update of its line, but for the last one
+    # Except for the last one, an evaluation is of the policy before the update of its line
     evaluations = [line for line in metrics if any(name.startswith("eval/") for name in line)]
     card = ModelCard.from_template(
         data,
@@ -179,25 +179,25 @@ def make_card(run_dir: Path, args: dict, repo: str, revision: str) -> str:
 
 
 def gather(run_dir: Path, card: str) -> dict[str, Path | bytes]:
-    """{name in the repo: a file of the run, or the card}"""
+    """Return {name in the repo: a file of the run, or the card}."""
     files = {str(path.relative_to(run_dir / "model")): path for path in run_dir.glob("model/**/*")}
     files |= {name: run_dir / name for name in BESIDES}
     files = {name: path for name, path in files.items() if path.is_file()}
-    return files | {"README.md": card.encode(errors="replace")}  # a name may hold half a character
+    return files | {"README.md": card.encode(errors="replace")}  # names can be invalid Unicode
 
 
 def upload(run_dir: Path, args: dict, repo: str, revision: str, options) -> None:
-    """Makes repo and branch where they are missing, and uploads; or, dry, shows what it would."""
+    """Create the repo and the branch if they are missing, and upload; or show what would happen."""
     from huggingface_hub import CommitOperationAdd, HfApi, get_session
 
     if options.dry_run:
-        repo = repo if "/" in repo else f"LOGIN/{repo}"  # who will be logged in
+        repo = repo if "/" in repo else f"LOGIN/{repo}"  # the login is not known yet
         card = make_card(run_dir, args, repo, revision)
-        print(f"Would be uploaded to {repo}, branch {revision}:")
+        print(f"These files would be uploaded to {repo}, branch {revision}:")
         print(*sorted(gather(run_dir, card)), sep="\n")
-        default = "public, unless its owner's default is another (--private)"
+        default = "public unless its owner's default is different (see --private)"
         seen_by = "private" if options.private else default
-        print(f"A repo that does not exist is made: {seen_by}.\n\nREADME.md:\n\n{card}", end="")
+        print(f"A new repo would be {seen_by}.\n\nREADME.md:\n\n{card}", end="")
         return
     get_session().timeout = SILENCE
     hub = HfApi()
@@ -207,38 +207,38 @@ def upload(run_dir: Path, args: dict, repo: str, revision: str, options) -> None
     files = [CommitOperationAdd(name, file) for name, file in files.items()]
     message = f"Upload {args['run_name']}"
     hub.create_commit(repo, files, commit_message=message, revision=revision)
-    print(f"Uploaded: {hub.endpoint}/{repo}/tree/{revision}")
+    print(f"Uploaded to {hub.endpoint}/{repo}/tree/{revision}")
     print(f"To load it:\n\n{lines_that_load(run_dir, args, repo, revision)}", end="")
 
 
 def main():
-    sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may know ASCII alone
+    sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may support only ASCII
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("run", type=Path, help="the run's folder")
-    parser.add_argument("--repo_id", help="the repo, such as me/name")
-    parser.add_argument("--revision", help="the branch")
-    hidden = "a new repo is seen by its owner alone; one that exists stays what it is"
+    parser.add_argument("run", type=Path, help="Folder of the run.")
+    parser.add_argument("--repo_id", help="Repo, such as me/name.")
+    parser.add_argument("--revision", help="Branch of the repo.")
+    hidden = "Make a new repo private. An existing repo does not change."
     parser.add_argument("--private", action="store_true", help=hidden)
-    dry_run = "show files and card, upload nothing; no login is needed"
+    dry_run = "Show the files and the card without uploading. Needs no login."
     parser.add_argument("--dry_run", action="store_true", help=dry_run)
     options = parser.parse_args()
     run_dir = options.run.expanduser()
     for name in ("args.json", "metrics.jsonl", "model/config.json"):
         if not (run_dir / name).is_file():
-            parser.error(f"{run_dir} has no {name}: it is no finished run")
+            parser.error(f"{run_dir} is not the folder of a finished run, because it has no {name}")
     args = read_args(run_dir)
     repo = options.repo_id or repo_of(args, args.get("hf_entity"))
     revision = options.revision or args.get("hf_repo_revision") or args["run_name"]
     try:
         upload(run_dir, args, repo, revision, options)
-    except Exception as error:  # the client's own, of several libraries
-        # The client's own error may name the file alone, and its cause say what is wrong
+    except Exception as error:  # the client raises errors of several libraries
+        # An error can name only the file, while its cause says what is wrong
         reason = f"{type(error).__name__}: {error} {error.__cause__ or ''}"
         reason = textwrap.shorten(reason, 300, placeholder=" ...")
         command = shlex.join([sys.executable, *sys.argv])
-        parser.exit(1, f"Not uploaded to {repo}: {reason}\nTo try again: {command}\n")
+        parser.exit(1, f"The upload to {repo} failed: {reason}\nTo try again: {command}\n")
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""Programs that write datasets. The preflight imports what they share in common.py."""
+"""Write datasets in the form that the scripts read. The preflight imports common.py as well."""

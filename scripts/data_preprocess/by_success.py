@@ -1,12 +1,12 @@
-"""Keeps the prompts that a model answers rightly sometimes: of a share from --least to --most.
+"""Keep the prompts that a model answers correctly in a fraction from --least to --most of tries.
 
     python scripts/evaluate.py output/RUN --model MODEL --samples 40 \\
         --dataset data/math/train.parquet --prompts 0
     python scripts/data_preprocess/by_success.py output/RUN/evaluations/NAME \\
         --dataset data/math/train.parquet --local_save_dir data/sanity
 
-RUN is any run of a model with these tokens; NAME is what evaluate.py has written. As in the sanity
-test of 2510.26788, for another model than theirs: 40 answers, and from 20 to 80% of them right.
+RUN is any run of a model with these tokens, and NAME is the folder that evaluate.py has written. As
+in the sanity test of 2510.26788, but for any model: of 40 answers, 20 to 80% are correct.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from pyarrow import parquet
 
 
 def keep(rows: list[dict], answers: list[dict], least: float, most: float) -> list[dict]:
-    """The rows whose prompts were answered so, found by the numbers that evaluate.py has written.
+    """Return the rows with a success rate in these limits, by row numbers in evaluate.py's answers.
 
     >>> answer = {"origin": "data/train.parquet, row 2", "reward_metrics": {}}
     >>> answers = [answer | {"verifiable_score": score} for score in (1.0, 0.0, 0.0, 0.0, 0.0)]
@@ -41,16 +41,17 @@ def keep(rows: list[dict], answers: list[dict], least: float, most: float) -> li
 def main():
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
-    parser.add_argument("evaluation", type=Path, help="the folder that evaluate.py has written")
-    parser.add_argument("--dataset", type=Path, required=True, help="its .parquet file")
-    parser.add_argument("--local_save_dir", type=Path, required=True, help="for train.parquet")
-    parser.add_argument("--least", type=float, default=0.2)
-    parser.add_argument("--most", type=float, default=0.8)
+    add = parser.add_argument
+    add("evaluation", type=Path, help="Folder that evaluate.py has written.")
+    add("--dataset", type=Path, required=True, help="The .parquet file that was evaluated.")
+    add("--local_save_dir", type=Path, required=True, help="Folder for train.parquet.")
+    add("--least", type=float, default=0.2, help="Smallest fraction of correct answers (0.2).")
+    add("--most", type=float, default=0.8, help="Largest fraction of correct answers (0.8).")
     args = parser.parse_args()
     answers = read_lines(args.evaluation / "responses.jsonl")
     asked = {Path(answer.get("origin", "?").rpartition(", row ")[0]).name for answer in answers}
     if asked != {args.dataset.name}:
-        parser.error(f"the answers are to rows of {', '.join(asked)}, not of {args.dataset}")
+        parser.error(f"the evaluation is of {', '.join(asked)}, not of {args.dataset}")
     kept = keep(parquet.read_table(args.dataset).to_pylist(), answers, args.least, args.most)
     write_splits(args.local_save_dir, {"train": kept})
 

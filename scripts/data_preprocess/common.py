@@ -1,6 +1,6 @@
-"""What the programs in data_preprocess share: their options, reading rows, converting, writing.
+"""Share the options, reading, converting and writing of the programs in data_preprocess.
 
-Each has a function that makes a row of the output, and gives it to main().
+Each program has a function that makes a row of the output, and passes it to main().
 """
 
 import argparse
@@ -19,18 +19,18 @@ import datasets
 import huggingface_hub
 import pyarrow.parquet
 
-# Makes a row of the output from a row of the dataset, its split and its index there. A ValueError
-# from it drops the row, and says why.
+# Makes a row of the output from a row of the dataset, its split and its index there. It raises
+# ValueError with the reason to drop a row.
 Convert = Callable[[dict, str, int], dict]
 Splits = dict[str, list[dict]]
 
-# Words in the names of files that tell the split
+# Words in a file's name that identify its split
 SPLIT_WORDS = {"train": "train", "test": "test", "validation": "validation"}
 SPLIT_WORDS |= {"val": "validation", "valid": "validation"}
 
 
 def printable(text: str) -> str:
-    r"""The text with all that a terminal would not show as it is, such as control codes, escaped.
+    r"""Escape everything that a terminal would not show as it is, such as control codes.
 
     >>> printable("\x1b[1mtitle\n")
     '\\x1b[1mtitle\\n'
@@ -40,9 +40,9 @@ def printable(text: str) -> str:
 
 @functools.cache
 def hub_answers() -> bool:
-    """Whether the hub answers within five seconds. If not, this process goes offline.
+    """Return whether the Hub answers within five seconds. If not, set this process offline.
 
-    So do its children. Else each file would be waited for, several times.
+    Its children are offline as well. Otherwise each would wait for each file several times.
     """
     if huggingface_hub.constants.HF_HUB_OFFLINE:
         return False
@@ -55,25 +55,25 @@ def hub_answers() -> bool:
             if answer.status_code < 500:
                 answers.append(answer)
 
-    # In a thread: the look-up of the hub's address has no time limit of its own
+    # This needs a thread, because the look-up of the Hub's address has no time limit
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
     thread.join(5)
     if not answers:
-        os.environ["HF_HUB_OFFLINE"] = "1"  # for what is imported later, and other processes
+        os.environ["HF_HUB_OFFLINE"] = "1"  # for later imports and other processes
         huggingface_hub.constants.HF_HUB_OFFLINE = True
     return bool(answers)
 
 
 def options(description: str, local_save_dir: str) -> argparse.ArgumentParser:
-    """What every program takes on its command line; some add options of their own."""
-    sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may know ASCII alone
+    """Return a parser with the options of every program, to which some add their own."""
+    sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may support only ASCII
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=description, formatter_class=form)
-    where = "a .jsonl or .parquet file, or a folder with one a split by its name (one alone may be "
-    where += "without, and is the training split); without this option the hub is read"
+    where = "A .jsonl or .parquet file, or a folder with one file per split, whose name contains "
+    where += "the split. A single file without a split is the training split. Default: the Hub."
     parser.add_argument("--local_dataset_path", type=Path, help=where)
-    where = "folder for the files that are written (%(default)s)"
+    where = "Folder for the files that are written (%(default)s)."
     parser.add_argument("--local_save_dir", default=local_save_dir, help=where)
     return parser
 
@@ -84,10 +84,10 @@ def main(
     convert: Convert,
     rearrange: Callable[[Splits], Splits] = dict,
 ) -> None:
-    """Reads all rows, converts them, and writes a .parquet file for each split with rows left.
+    """Read all rows, convert them, and write a .parquet file for each split that has rows.
 
-    `hub` is the dataset's name there, and its configuration where it has several. What is wrong
-    with the input is said in a line, with exit status 2.
+    `hub` is the dataset's name on the Hub, and its configuration if it has several. If the input is
+    not valid, print one line and exit with status 2.
     """
     folder = Path(args.local_save_dir).expanduser()
     try:
@@ -112,20 +112,20 @@ def main(
 
 
 def load_from_hub(hub: tuple) -> Splits:
-    """The rows of each split on the hub, or of what the cache has of it."""
-    print(f"Loading {hub[0]} from the hub ...", flush=True)
-    datasets.config.HF_HUB_OFFLINE = not hub_answers()  # read by it when it was imported
+    """Return the rows of each split on the Hub or in its cache."""
+    print(f"Loading {hub[0]} from the Hub ...", flush=True)
+    datasets.config.HF_HUB_OFFLINE = not hub_answers()  # datasets read the variable at its import
     try:
         return {split: rows.to_list() for split, rows in datasets.load_dataset(*hub).items()}
     except Exception as error:
         raise ValueError(
-            f"{hub[0]}: neither the hub nor the cache gives it; without a network, give "
+            f"{hub[0]} could not be loaded from the Hub or its cache; without a network, pass "
             f"--local_dataset_path ({type(error).__name__}: {error})"
         ) from error
 
 
 def find_files(path: Path, output: Path) -> dict[str, list[Path]]:
-    """The local files of each split, by their names; one file without a split's name is train's."""
+    """Return the local files of each split, by name. A single file without a split is train's."""
     splits = defaultdict(list)
     files = sorted(path.iterdir()) if path.is_dir() else [path]
     files = [file for file in files if file.suffix in (".jsonl", ".parquet")]
@@ -136,40 +136,42 @@ def find_files(path: Path, output: Path) -> dict[str, list[Path]]:
             told = {"train"}
         if len(told) != 1:
             raise ValueError(
-                f"{file.name}: one split (train, validation, test) must be in the name; rename it"
+                f"{file.name} must have one split (train, validation, test) in its name; rename it"
             )
         splits[told.pop()].append(file)
     if not splits:
-        raise ValueError(f"--local_dataset_path {path}: no .jsonl or .parquet file")
+        raise ValueError(f"--local_dataset_path {path} has no .jsonl or .parquet file")
     for split, files in splits.items():
         names = {re.sub(r"-\d{5}-of-\d{5}", "", file.stem) for file in files}  # shards of the hub
         if len(names) > 1:
-            raise ValueError(f"{path}: several files for {split}, {', '.join(sorted(names))}")
+            raise ValueError(f"{path} has several files for {split}: {', '.join(sorted(names))}")
         if (output / f"{split}.parquet").resolve() in [file.resolve() for file in files]:
             raise ValueError(f"{files[0]} would be overwritten; choose another --local_save_dir")
     return splits
 
 
 def read_rows(path: Path) -> list[dict]:
-    """The rows of a .parquet file, or of one with a JSON object a line.
+    """Return the rows of a .parquet file, or of a file with a JSON object per line.
 
-    That one not by datasets.load_dataset, which makes a date of a text that looks like one.
+    The latter is not read by datasets.load_dataset, which turns texts that look like dates into
+    dates.
     """
     if path.suffix == ".parquet":
         return pyarrow.parquet.read_table(path).to_pylist()
     rows = []
-    with open(path, encoding="utf-8-sig") as file:  # Windows may put a mark before the first line
+    with open(path, encoding="utf-8-sig") as file:  # a file from Windows can start with a mark
         for number, line in enumerate(file, start=1):
             if line.strip():
                 try:
                     rows.append(dict(json.loads(line)))
                 except (TypeError, ValueError) as error:
-                    raise ValueError(f"{path}: line {number} is no JSON object, {error}") from error
+                    message = f"line {number} of {path} is not a JSON object: {error}"
+                    raise ValueError(message) from error
     return rows
 
 
 def text_of(row: dict, column: str) -> str:
-    """The text in a column, without spaces around it; ValueError if there is none.
+    """Return the text in a column without surrounding spaces. Raise ValueError if there is none.
 
     >>> text_of({"question": " How many? "}, "question")
     'How many?'
@@ -181,7 +183,7 @@ def text_of(row: dict, column: str) -> str:
 
 
 def convert_rows(rows: list[dict], split: str, convert: Convert) -> tuple[list[dict], Counter]:
-    """The converted rows of a split, and how many were dropped for each reason.
+    """Return the converted rows of a split, and how many were dropped for each reason.
 
     >>> def convert(row, split, index):
     ...     return {"prompt": text_of(row, "question"), "index": index}
@@ -196,24 +198,25 @@ def convert_rows(rows: list[dict], split: str, convert: Convert) -> tuple[list[d
             json.dumps(made, ensure_ascii=False, default=str).encode()
             converted.append(made)
         except UnicodeEncodeError:
-            dropped["half a character, which no file can hold"] += 1
+            dropped["half a character, which cannot be written"] += 1
         except ValueError as reason:
             dropped[str(reason)] += 1
         except KeyError as error:
             name, known = error.args[0], ", ".join(columns)
-            raise ValueError(f"{split}: no column `{name}`; the columns are {known}") from error
+            message = f"{split} has no column `{name}`; its columns are {known}"
+            raise ValueError(message) from error
     return converted, dropped
 
 
 def write_splits(folder: Path, splits: Splits) -> None:
-    """A .parquet file for each split that has rows."""
+    """Write a .parquet file for each split that has rows."""
     folder = folder.expanduser()
     if not any(splits.values()):
-        raise ValueError(f"no row is left to write to {folder}; see why above")
+        raise ValueError(f"no row is left to write to {folder}; the reasons are above")
     datasets.disable_progress_bars()  # writing takes no time, unlike a download
     folder.mkdir(parents=True, exist_ok=True)
     for split, rows in splits.items():
         if rows:
             datasets.Dataset.from_list(rows).to_parquet(folder / f"{split}.parquet")
-        done = f"{len(rows):,} rows written" if rows else "not written, for no row is left"
+        done = f"{len(rows):,} rows written" if rows else "not written, because no row is left"
         print(f"{folder / split}.parquet: {done}")

@@ -1,14 +1,13 @@
-"""Helpful and harmless dialogues, as prompts, preference pairs, or demonstrations.
+"""Convert helpful and harmless dialogues to prompts, preference pairs, or demonstrations.
 
     # from the hub to ~/data/full_hh_rlhf/rl
     python scripts/data_preprocess/full_hh_rlhf.py --split rl
     python scripts/data_preprocess/full_hh_rlhf.py --split rm \\
         --local_dataset_path train.jsonl --local_save_dir data/rm
 
-Local files may also be those of Anthropic/hh-rlhf, where chosen and rejected are whole dialogues.
+Local files can also be those of Anthropic/hh-rlhf, where chosen and rejected are whole dialogues.
 
-Writes a file for each split that there is (train.parquet, test.parquet), with these columns,
-prompts being messages:
+It writes a file for each split (train.parquet, test.parquet). Prompts are messages. Its columns:
   rl   those of verl's parquet schema; the ground truth is the chosen response, which a reward model
        does not need
   rm   prompt, chosen, rejected
@@ -24,7 +23,7 @@ HUB = ("Dahoas/full-hh-rlhf",)
 
 
 def parse_dialogue(text: str) -> list[dict]:
-    """Messages of a dialogue that ends where the assistant's turn begins; ValueError if it is none.
+    """Return the messages of a dialogue that ends before the assistant's turn, or raise ValueError.
 
     >>> parse_dialogue("Human: Hi!\\n\\nAssistant:")
     [{'role': 'user', 'content': 'Hi!'}]
@@ -38,7 +37,7 @@ def parse_dialogue(text: str) -> list[dict]:
     if not all(turns[:-1]):
         raise ValueError("the prompt has an empty turn")
     if speakers != ["Human", "Assistant"] * (len(speakers) // 2):
-        # Many chat templates refuse that.
+        # Many chat templates refuse this
         raise ValueError("the prompt has two turns of one speaker in a row")
     roles = {"Human": "user", "Assistant": "assistant"}
     pairs = zip(speakers[:-1], turns[:-1], strict=True)
@@ -46,7 +45,7 @@ def parse_dialogue(text: str) -> list[dict]:
 
 
 def with_prompt(row: dict) -> dict:
-    """A row with a prompt, also where it has two dialogues; ValueError if those begin otherwise.
+    """Return a row with a prompt. Of two dialogues it is their beginning, which must be the same.
 
     >>> start = "\\n\\nHuman: Hi!\\n\\nAssistant:"
     >>> with_prompt({"chosen": f"{start} Hello.", "rejected": f"{start} No."})["chosen"]
@@ -64,7 +63,7 @@ def with_prompt(row: dict) -> dict:
 
 
 def response_of(row: dict, column: str) -> str:
-    """The response in a column; ValueError if there is none, or if the dialogue goes on in it."""
+    """Return the response in a column. Raise ValueError if it is missing or has further turns."""
     response = text_of(row, column)
     if re.search(r"\n\n(Human|Assistant):", response):
         raise ValueError(f"further turns in `{column}`")
@@ -72,10 +71,10 @@ def response_of(row: dict, column: str) -> str:
 
 
 def convert(row: dict, split: str, index: int, kind: str) -> dict:
-    """A row of verl's schema, a pair or a demonstration; ValueError says why a row is dropped."""
+    """Return a row of verl's schema, a pair or a demonstration. Raise ValueError to drop it."""
     row = with_prompt(row)
     prompt, chosen = parse_dialogue(text_of(row, "prompt")), response_of(row, "chosen")
-    rejected = text_of(row, "rejected")  # a row without one is broken, if nothing else of it is
+    rejected = text_of(row, "rejected")  # drop a row without one for every kind
     if kind == "sft":
         return {"prompt": prompt, "response": chosen}
     if kind == "rm":
@@ -93,7 +92,7 @@ def convert(row: dict, split: str, index: int, kind: str) -> dict:
 
 if __name__ == "__main__":
     parser = options(__doc__, "~/data/full_hh_rlhf/SPLIT")
-    parser.add_argument("--split", choices=("rl", "rm", "sft"), required=True, help="see above")
+    parser.add_argument("--split", choices=("rl", "rm", "sft"), required=True, help="See above.")
     args = parser.parse_args()
     args.local_save_dir = args.local_save_dir.replace("SPLIT", args.split)
     main(args, HUB, functools.partial(convert, kind=args.split))

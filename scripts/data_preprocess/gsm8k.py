@@ -1,12 +1,12 @@
-"""GSM8K, grade-school word problems whose answer is a number, as prompts in verl's parquet schema.
+"""Convert GSM8K, word problems whose answer is a number, to prompts in verl's parquet schema.
 
     # from the hub to ~/data/gsm8k
     python scripts/data_preprocess/gsm8k.py
     python scripts/data_preprocess/gsm8k.py \\
         --local_dataset_path gsm8k_train.jsonl --local_save_dir data/gsm8k
 
-Writes a file for each split that there is (train.parquet, test.parquet). The ground truth is the
-number after "####".
+It writes a file for each split (train.parquet, test.parquet). The ground truth is the number after
+"####".
 """
 
 import re
@@ -18,7 +18,7 @@ INSTRUCTION = 'Think step by step, and write the final answer after "####".'
 
 
 def final_number(answer: str) -> str:
-    """The number after the last "####", without thousands commas; ValueError if there is none.
+    """Return the number after the last "####" without thousands commas, or raise ValueError.
 
     >>> final_number("He has 2 * 600 = <<2*600=1200>>1,200 coins. #### 1,200")
     '1200'
@@ -30,7 +30,7 @@ def final_number(answer: str) -> str:
 
 
 def convert(row: dict, split: str, index: int) -> dict:
-    """A row of verl's schema; ValueError says why a row is dropped."""
+    """Return a row of verl's schema. Raise ValueError with the reason to drop it."""
     question = text_of(row, "question")
     answer = text_of(row, "answer")
     return {

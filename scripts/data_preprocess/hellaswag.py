@@ -1,13 +1,12 @@
-"""HellaSwag, the choice of the ending that fits a text, as prompts in verl's parquet schema.
+"""Convert HellaSwag, the choice of a text's ending, to prompts in verl's parquet schema.
 
     # from the hub to ~/data/hellaswag
     python scripts/data_preprocess/hellaswag.py
     python scripts/data_preprocess/hellaswag.py \\
         --local_dataset_path val.jsonl --local_save_dir data/hellaswag
 
-Writes a file for each split that there is (train.parquet, validation.parquet). The ground truth is
-the index of the right ending, from 0. The hub's test split has no labels: none of its rows is of
-use.
+It writes a file for each split (train.parquet, validation.parquet). The ground truth is the index
+of the correct ending, from 0. The Hub's test split has no labels, so all of its rows are dropped.
 """
 
 import re
@@ -21,7 +20,7 @@ INSTRUCTION = (
 
 
 def clean(text: str) -> str:
-    """Text without the marks that WikiHow's headings and steps left in it.
+    """Remove the marks of WikiHow's headings and steps from a text.
 
     >>> clean("[header] How to can pears [title] Wash the jars. [step] Use  hot water.")
     'How to can pears. Wash the jars. Use hot water.'
@@ -31,7 +30,7 @@ def clean(text: str) -> str:
 
 
 def convert(row: dict, split: str, index: int) -> dict:
-    """A row of verl's schema; ValueError says why a row is dropped."""
+    """Return a row of verl's schema. Raise ValueError with the reason to drop it."""
     label, endings = str(row["label"]), row["endings"]
     if label in ("None", "", "-1"):
         raise ValueError("no label")

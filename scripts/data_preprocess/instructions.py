@@ -1,12 +1,12 @@
-"""Short instructions with constraints that a program can check, in verl's parquet schema.
+"""Write short instructions with constraints that a program can check, in verl's parquet schema.
 
     python scripts/data_preprocess/instructions.py --local_save_dir data/instructions
 
-A prompt is a task about a topic, and four constraints of IFEval (arXiv 2311.07911), for
-scripts/rewards/if_constraints.py: at least five words, fewer than so many, no commas, lowercase
-letters. (Without the first, a policy learns to answer everything with a word.) The texts are made
-here, with no download and no chance: the same files every time. Topics of test.parquet are in no
-prompt of train.parquet.
+A prompt is a task about a topic with four constraints of IFEval (arXiv 2311.07911), which
+scripts/rewards/if_constraints.py checks: at least five words, fewer than a given number of words,
+no commas, and lowercase letters. Without the first one, a policy learns to answer everything with
+one word. The texts are made here, without a download and without randomness, so the files are
+always the same. Topics of test.parquet do not occur in train.parquet.
 """
 
 import argparse
@@ -27,7 +27,7 @@ TASKS = [
     "Give a reason to like {}.",
 ]
 MOST_WORDS = [10, 12, 14]
-# Each with the constraints in another order
+# Each has the constraints in a different order
 CONSTRAINTS = [
     "Use 5 to {} words, no commas, and only lowercase letters.",
     "Answer in lowercase letters, without commas, in 5 to {} words.",
@@ -48,7 +48,7 @@ TEST_TOPICS = """
 
 
 def make_rows(topics: str, split: str) -> list[dict]:
-    """Rows of verl's schema: all tasks about all topics, with all constraints."""
+    """Return rows of verl's schema for all tasks about all topics with all constraints."""
     names = [" ".join(topic.split()) for topic in topics.split(",")]
     combinations = itertools.product(names, TASKS, MOST_WORDS, CONSTRAINTS)
     return [
@@ -66,7 +66,7 @@ def make_rows(topics: str, split: str) -> list[dict]:
 
 
 def ground_truth(most_words: int) -> str:
-    """The constraints as JSON.
+    """Return the constraints as JSON.
 
     >>> json.loads(ground_truth(12))["kwargs"][1]
     {'num_words': 13, 'relation': 'less than'}
@@ -82,7 +82,11 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--local_save_dir", type=Path, default=Path("data/instructions"))
+    where, folder = (
+        "Folder for the files that are written (%(default)s).",
+        Path("data/instructions"),
+    )
+    parser.add_argument("--local_save_dir", type=Path, default=folder, help=where)
     topics = {"train": TRAIN_TOPICS, "test": TEST_TOPICS}
     splits = {split: make_rows(topics[split], split) for split in topics}
     write_splits(parser.parse_args().local_save_dir, splits)

@@ -1,12 +1,12 @@
-"""MATH, competition problems, as prompts in verl's parquet schema.
+"""Convert MATH, competition problems, to prompts in verl's parquet schema.
 
     # from the hub to ~/data/math
     python scripts/data_preprocess/math_dataset.py
     python scripts/data_preprocess/math_dataset.py \\
         --local_dataset_path math_train.jsonl --local_save_dir data/math
 
-Writes a file for each split that there is (train.parquet, test.parquet). The ground truth is what
-the solution's last \\boxed{} holds.
+It writes a file for each split (train.parquet, test.parquet). The ground truth is the content of
+the solution's last \\boxed{}.
 """
 
 import re
@@ -18,9 +18,9 @@ INSTRUCTION = r"Think step by step, and put the final answer in \boxed{}."
 
 
 def last_boxed(solution: str) -> str:
-    """What the last \\boxed{} holds, nested braces included.
+    """Return the content of the last \\boxed{}, including nested braces.
 
-    ValueError if there is none, or nothing in it.
+    Raise ValueError if there is none, or if it is empty.
 
     >>> last_boxed(r"So $x = \\boxed{3}$, and the answer is $\\boxed{\\frac{1}{2}}$.")
     '\\\\frac{1}{2}'
@@ -39,7 +39,7 @@ def last_boxed(solution: str) -> str:
 
 
 def convert(row: dict, split: str, index: int) -> dict:
-    """A row of verl's schema; ValueError says why a row is dropped."""
+    """Return a row of verl's schema. Raise ValueError with the reason to drop it."""
     problem = text_of(row, "problem")
     solution = text_of(row, "solution")
     return {

@@ -1,9 +1,9 @@
-"""Texts to write backwards, prime-rl's smallest task, as prompts in verl's parquet schema.
+"""Convert texts to write backwards, prime-rl's smallest task, to verl's parquet schema.
 
     # from the hub to ~/data/reverse_text
     python scripts/data_preprocess/reverse_text.py
 
-Writes a file for each split that there is. The reward: scripts/rewards/yardsticks.py:reverse_text.
+It writes a file for each split. The reward is scripts/rewards/yardsticks.py:reverse_text.
 """
 
 from common import main, options, text_of
@@ -13,7 +13,7 @@ SYSTEM = "Reverse the text character-by-character. Put your answer in <reversed_
 
 
 def convert(row: dict, split: str, index: int) -> dict:
-    """A row of verl's schema; ValueError says why a row is dropped."""
+    """Return a row of verl's schema. Raise ValueError with the reason to drop it."""
     text = text_of(row, "prompt")
     return {
         "data_source": HUB[0],

@@ -1,13 +1,13 @@
-"""A dataset of TRL's, `prompt` and columns for its rewards, in columns that the scripts read.
+"""Convert a dataset of TRL's form, a `prompt` and columns for rewards, to the scripts' columns.
 
     python scripts/data_preprocess/trl.py \\
         --dataset trl-lib/DeepMath-103K --answer solution --local_save_dir data/deepmath
     python scripts/data_preprocess/trl.py \\
         --local_dataset_path train.jsonl --answer answer --local_save_dir data/mine
 
-Writes a file for each split that there is. Every column is in extra_info, from where
-scripts/rewards/trl_rewards.py takes it. The answer becomes the ground truth, which the preflight
-tries as a response; where no column has one, any column will do.
+It writes a file for each split. All columns are in extra_info, where scripts/rewards/trl_rewards.py
+reads them. The answer becomes the ground truth, which the preflight tries as a response. If no
+column has one, name any column.
 """
 
 from common import main, options
@@ -16,7 +16,7 @@ FOR_THE_TEMPLATE = ("tools", "chat_template_kwargs")
 
 
 def convert(row: dict, answer: str) -> dict:
-    """A row in the scripts' columns; ValueError says why a row is dropped.
+    """Return a row in the scripts' columns. Raise ValueError with the reason to drop it.
 
     >>> convert({"prompt": "2 + 2 = ", "solution": "4"}, "solution")["ground_truth"]
     '4'
@@ -31,11 +31,11 @@ def convert(row: dict, answer: str) -> dict:
 
 if __name__ == "__main__":
     parser = options(__doc__, "~/data/trl")
-    parser.add_argument("--dataset", help="a name on the hub, in place of --local_dataset_path")
-    parser.add_argument("--dataset_config", help="its configuration, where it has several")
-    parser.add_argument("--answer", required=True, help="the column that says what is right")
+    parser.add_argument("--dataset", help="Name on the Hub, instead of --local_dataset_path.")
+    parser.add_argument("--dataset_config", help="Configuration of the dataset, if it has several.")
+    parser.add_argument("--answer", required=True, help="Column with the ground truth.")
     args = parser.parse_args()
     if not (args.dataset or args.local_dataset_path):
-        parser.error("say --dataset, a name on the hub, or --local_dataset_path")
+        parser.error("pass --dataset, a name on the Hub, or --local_dataset_path")
     hub = (args.dataset, args.dataset_config)
     main(args, hub, lambda row, *_: convert(row, args.answer))

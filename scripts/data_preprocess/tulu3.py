@@ -1,22 +1,22 @@
-"""Prompts of Tulu 3's last stage (GSM8K, MATH, constraints) in verl's parquet schema.
+"""Convert Tulu 3's last stage (GSM8K, MATH, constraints) to prompts in verl's parquet schema.
 
     # from the hub to ~/data/tulu3
     python scripts/data_preprocess/tulu3.py
     python scripts/data_preprocess/tulu3.py --local_dataset_path train.jsonl \\
         --local_save_dir data/tulu3
 
-Writes train.parquet and test.parquet. The dataset has one split; every 60th row of it is held out.
-The reward is scripts/rewards/graders.py:compute_score.
+It writes train.parquet and test.parquet. The dataset has one split, of which every 60th row is held
+out. The reward is scripts/rewards/graders.py:compute_score.
 """
 
 from common import main, options, text_of
 
 HUB = ("allenai/RLVR-GSM-MATH-IF-Mixed-Constraints",)
-HELD_OUT = 60  # one row in so many
+HELD_OUT = 60  # one row in this many
 
 
 def hold_out(splits: dict[str, list]) -> dict[str, list]:
-    """The rows of all splits, as train and test.
+    """Split the rows of all splits into train and test.
 
     >>> {split: len(rows) for split, rows in hold_out({"train": list(range(120))}).items()}
     {'train': 118, 'test': 2}
@@ -27,7 +27,7 @@ def hold_out(splits: dict[str, list]) -> dict[str, list]:
 
 
 def convert(row: dict, split: str, index: int) -> dict:
-    """A row of verl's schema; ValueError says why a row is dropped."""
+    """Return a row of verl's schema. Raise ValueError with the reason to drop it."""
     messages = row["messages"]
     if not messages or messages[-1]["role"] != "user":
         raise ValueError("the last message is not the user's")

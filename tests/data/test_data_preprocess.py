@@ -181,7 +181,7 @@ def test_hub_is_the_default(preprocess, tmp_path, monkeypatch):
     assert len(read(tmp_path / "out" / "train.parquet")) == 3
     monkeypatch.setattr(datasets, "load_dataset", lambda *_: 1 / 0)
     status, _, (error,) = preprocess("gsm8k")
-    assert status == 2 and "give --local_dataset_path" in error and "ZeroDivisionError" in error
+    assert status == 2 and "pass --local_dataset_path" in error and "ZeroDivisionError" in error
 
 
 def test_folder_with_a_file_a_split_and_shards(preprocess, tmp_path):
@@ -196,7 +196,7 @@ def test_folder_with_a_file_a_split_and_shards(preprocess, tmp_path):
     assert status == 0
     files = {path.stem: len(read(path)) for path in (tmp_path / "out").iterdir()}
     assert files == {"train": 3, "test": 1}
-    assert f"{tmp_path}/out/validation.parquet: not written, for no row is left" in said
+    assert f"{tmp_path}/out/validation.parquet: not written, because no row is left" in said
 
 
 @pytest.mark.parametrize("name", ["data.jsonl", "my-rows2.parquet", "training.jsonl", "test.jsonl"])
@@ -208,14 +208,14 @@ def test_one_file_is_the_training_split_unless_its_name_says_another(name, prepr
         written.unlink()
 
 
-NO_SPLIT = "one split (train, validation, test) must be in the name"
+NO_SPLIT = "must have one split (train, validation, test) in its name"
 BAD = [
     # ({file: its text, or rows}, the path that is given, words)
-    ({"train.jsonl": '{"a": 1}\n{{\n'}, "train.jsonl", "line 2 is no JSON"),
-    ({"train.jsonl": [{"b": 3, "a": 4}]}, "", "no column `question`; the columns are b, a"),
+    ({"train.jsonl": '{"a": 1}\n{{\n'}, "train.jsonl", "is not a JSON object"),
+    ({"train.jsonl": [{"b": 3, "a": 4}]}, "", "no column `question`; its columns are b, a"),
     ({"train.jsonl": GSM8K[4:]}, "train.jsonl", "no row is left"),
     ({"out/train.parquet": GSM8K}, "out", "would be overwritten; choose another --local_save_dir"),
-    ({"train.jsonl": GSM8K, "my_train.jsonl": GSM8K}, "", "several files for train, my_train, "),
+    ({"train.jsonl": GSM8K, "my_train.jsonl": GSM8K}, "", "several files for train: my_train, "),
     ({"data.jsonl": GSM8K, "more.jsonl": GSM8K}, "", NO_SPLIT),
     ({"train_test.jsonl": GSM8K}, "", NO_SPLIT),
 ]
@@ -253,7 +253,7 @@ def test_instructions_are_the_same_every_time_and_held_out_topics_are_new(prepro
 def test_half_an_emoji_costs_its_row_and_windows_mark_and_dates_nothing(convert, tmp_path):
     half, whole = ({"question": f"How {sad}?", "answer": "#### 4"} for sad in ("\ud83d", "😞é"))
     rows, said = convert("gsm8k", [half, whole])
-    assert said.endswith("1 dropped (1: half a character, which no file can hold)")
+    assert said.endswith("1 dropped (1: half a character, which cannot be written)")
     assert rows[0]["prompt"][0]["content"].startswith("How 😞é?")
     read_rows = runpy.run_path(str(REPO / "scripts/data_preprocess/common.py"))["read_rows"]
     path, row = tmp_path / "marked.jsonl", {"question": "2020-01-01"}

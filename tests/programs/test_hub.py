@@ -98,10 +98,12 @@ def test_branch_has_the_files_of_the_run_as_the_dry_run_said(hub, run_dir):
     head, dry = call_main(push_to_hub, run_dir, "--dry_run")[1].split("\nREADME.md:\n\n")
     assert hub.mock_calls == []
     first, *listed, last = head.splitlines()
-    assert first == "Would be uploaded to LOGIN/ppo_sync, branch run:" and "public" in last
+    assert (
+        first == "These files would be uploaded to LOGIN/ppo_sync, branch run:" and "public" in last
+    )
     status, said, errors = call_main(push_to_hub, run_dir)
     assert (status, errors) == (0, "") and files_of(run_dir) == before
-    assert said.startswith("Uploaded: https://hub/me/ppo_sync/tree/run\nTo load it:\n\n")
+    assert said.startswith("Uploaded to https://hub/me/ppo_sync/tree/run\nTo load it:\n\n")
     # Without --private the owner's default decides who sees a new repo, which False would overrule
     hub.create_repo.assert_called_with("ppo_sync", private=None, exist_ok=True)
     assert huggingface_hub.get_session().timeout.read == push_to_hub.SILENCE
@@ -130,7 +132,7 @@ def test_branch_has_the_files_of_the_run_as_the_dry_run_said(hub, run_dir):
     hub.create_commit.side_effect = OSError("model.safetensors")
     words = [run_dir, "--repo_id", "others/model", "--revision", "x"]
     status, _, errors = call_main(push_to_hub, *words)
-    assert status == 1 and "others/model: OSError: model.safetensors" in errors
+    assert status == 1 and "others/model failed: OSError: model.safetensors" in errors
     assert errors.endswith(f"push_to_hub.py {run_dir} --repo_id others/model --revision x\n")
 
 
@@ -214,7 +216,7 @@ def test_place_on_the_hub_is_known_before_the_training(run_dir, monkeypatch):
     write_text(run_dir / "args.json", json.dumps(ARGS))
     monkeypatch.setattr(huggingface_hub, "whoami", Mock(side_effect=REFUSED))
     status, _, errors = call_main(provenance, run_dir)
-    assert status == 1 and "does not say who is logged in: 401" in errors
+    assert status == 1 and "does not return the name of the login: 401" in errors
     assert args_of(run_dir)["provenance"]["command"] == COMMAND
 
 

@@ -39,7 +39,7 @@ def test_held_out_and_training_are_told_apart_and_an_evaluation_is_where_its_pol
 
 
 def test_rewards_that_failed_are_drawn_where_there_are_any():
-    title, none = "Rewards that failed (share of responses)", [0.0, 0.0]
+    title, none = "Rewards that failed (fraction of responses)", [0.0, 0.0]
     for failed, held_out, is_drawn in (
         (none, none, False),
         (none, [None, None], False),
@@ -58,7 +58,7 @@ def test_seconds_leave_out_the_first_step_of_each_process():
         objective__scores=[0.1, 0.2, 0.3, 0.4],
     )
     panels = draw(lines)
-    training, generation = points_in(panels["Seconds per step, without a process's first"])
+    training, generation = points_in(panels["Seconds per step (without the first)"])
     assert training == [[2, 2], [4, 3]] and generation == [[2, 1.5], [4, 1.25]]
     assert len(points_in(panels["Score"])[0]) == 4
     assert list(draw(lines[:1])) == ["Score"]  # nothing of the time is left
