@@ -9,13 +9,13 @@ import pytest
 from helpers import PAGES, REPO, files_of_project
 
 BUDGETS = {
-    "ppo_sync.py": 14_710,
-    "ppo_vllm_async.py": 14_990,
-    "grpo_vllm_async.py": 14_850,
+    "ppo_sync.py": 14_560,
+    "ppo_vllm_async.py": 14_850,
+    "grpo_vllm_async.py": 14_710,
 }
 
 # What stands around the scripts, in lines
-SURROUNDINGS = {"scripts/**/*.py": 10_010, "tests/**/*.py": 14_060}
+SURROUNDINGS = {"scripts/**/*.py": 11_060, "tests/**/*.py": 14_830}
 
 # A page has one subject, and README two screens, in lines
 PER_PAGE, PER_README = 150, 120
@@ -26,7 +26,7 @@ BANNED += ["besides", "but for", "other than in", "as such", "what is no", "told
 BANNED += ["merely", "whoever", "dearest", "lest", "hence", "therein", "thereof"]
 
 # Of the algorithm alone, from the top to the banner: it stands for a reader's time
-PART_ONE = {"ppo_sync.py": 4_450, "ppo_vllm_async.py": 4_700, "grpo_vllm_async.py": 4_650}
+PART_ONE = {"ppo_sync.py": 4_200, "ppo_vllm_async.py": 4_420, "grpo_vllm_async.py": 4_320}
 BANNER = "# The algorithm ends here."
 
 LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
