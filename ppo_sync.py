@@ -1887,7 +1887,8 @@ class VLLM:
         self.way = way_of_weights(self.gpus, args)
         environment, options = vllm_settings(self.gpus, self.folder, max_length, args)
         if self.gpus:
-            # vLLM's default, or fewer, because its plan of the memory leaves out its sampler's
+            # vLLM's plan leaves out the memory of its sampler, which grows with this number. The
+            # number is therefore at most vLLM's default, and at most what this engine needs
             most = 1024 if torch.cuda.get_device_properties().total_memory > 70e9 else 256
             options["max_num_seqs"] = min(most, max(128, args.episodes_per_step // self.count))
         self.executor = ProcessPoolExecutor(

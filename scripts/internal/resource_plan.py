@@ -298,7 +298,7 @@ def engine_memory(run):
 
 
 def most_at_once(run):
-    """Return how many responses vLLM generates at once at most, for any cache; on an A100 256."""
+    """Return how many responses vLLM generates at once at most, for any cache."""
     return 1024 if (run.options.gpu_memory or 0) >= 70 else 256
 
 
@@ -640,7 +640,7 @@ def room_for_responses(run):
         f"all have {run.max_length():,} tokens with their prompts"
     )
     if min(count + 1, local_episodes(run)) > 256:
-        yield f"vLLM generates at most {most_at_once(run):,} at once, and 256 on an A100"
+        yield f"vLLM generates at most {most_at_once(run):,} at once"
     if count >= min(local_episodes(run), FEW_RESPONSES):
         return
     other = with_changes(run, {"vllm_gpu_memory_utilization": share})
