@@ -238,5 +238,5 @@ def test_constraints_of_both_kinds_are_graded():
     for truth in (of_ifeval, of_tulu, json.dumps(of_ifeval), json.dumps(of_tulu)):
         scores = [graders.compute_score("ifeval", text, truth) for text in ("a b", "a, b", "")]
         assert scores == [1.0, 0.0, 0.0]
-    with pytest.raises(ValueError, match="'rhymes' is none of"):
+    with pytest.raises(ValueError, match="'rhymes' is not one of"):
         graders.compute_score("ifeval", "a", '{"func_name": "rhymes"}')
