@@ -1,15 +1,16 @@
 #!/usr/bin/env bash
-# What the scripts do on one GPU, in one file to send back: versions, a JSON line for each part, a line on each at the end.
-#   bash scripts/gpu_check.sh quick              what counts most, after the set-up
-#   bash scripts/gpu_check.sh                    all parts
-#   bash scripts/gpu_check.sh sync step_0.6B     those whose names begin so
-#   PYTHON=python3 bash scripts/gpu_check.sh     with this Python as it is, without the set-up
-# Each part takes ten minutes at most; scripts/internal/gpu_check.py says what they are.
+# Check what the scripts do on one GPU. The report is one file to send back, with versions, a JSON line for each part, and a
+# summary at the end.
+#   bash scripts/gpu_check.sh quick              runs the most important parts, after the set-up
+#   bash scripts/gpu_check.sh                    runs all parts
+#   bash scripts/gpu_check.sh sync step_0.6B     runs the parts whose names begin with these words
+#   PYTHON=python3 bash scripts/gpu_check.sh     uses this Python, without the set-up
+# Each part takes at most ten minutes. scripts/internal/gpu_check.py describes them.
 # The exit status is 1 if a part failed, and 2 if there is no GPU.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 if ! nvidia-smi -L; then
-  echo "gpu_check: there is no NVIDIA GPU here (nvidia-smi -L says so), so nothing was run" >&2
+  echo "gpu_check: nvidia-smi -L finds no NVIDIA GPU here, so nothing was run" >&2
   exit 2
 fi
 mkdir -p output
@@ -24,6 +25,6 @@ report=output/gpu_check_$(date -u +%Y%m%d_%H%M%S).txt
   "$PYTHON" scripts/train/debug/make_debug_assets.py
   "$PYTHON" scripts/internal/gpu_check.py "$@"
 ) 2>&1 | tee "$report"
-status=$?  # pipefail: that of the checks
-echo "All of this is in $report"
+status=$?  # with pipefail, that of the checks
+echo "The report is $report"
 exit "$status"

@@ -1,24 +1,25 @@
-r"""Checks a run before it is launched, and prints its plan; also on a laptop without the GPUs.
+r"""Check a run before it is launched, and print its plan, even on a laptop without the GPUs.
 
     python scripts/preflight.py --config_file scripts/accelerate/one_gpu.yaml SCRIPT FLAGS...
     python scripts/preflight.py --config_file scripts/accelerate/ddp.yaml [--num_processes 6] \
         [--num_gpus 8] [--gpu_memory 80] SCRIPT FLAGS...
 
 SCRIPT is ppo_sync.py, ppo_vllm_async.py, grpo_vllm_async.py, scripts/train_reward_model.py, or a
-fork of one; FLAGS are those that it is to be launched with, as --config_file and --num_processes
-are those for accelerate launch. It is loaded as a module. Its own functions read tokenizers, data
-and models, and what they refuse is quoted, so a fork is checked as it is. Checks of this file are
-for what would show late, or never. A reward is tried in a process such as the run's: on all rows
-where it is the script's own rule, else on the first row of each data source and on some others.
+fork of one. FLAGS are its flags, and --config_file and --num_processes are those of accelerate
+launch. The script is loaded as a module. Its own functions read tokenizers, data and models, and
+their errors are quoted, so a fork is checked with its changes. The checks of this file find what
+would fail late, or silently. A reward is tried in a process like the run's: on all rows if it is
+the script's own rule, else on the first row of each data source and on some others.
 
-Each part tells its first mistake in one line, after the plan, and the others go on. Then the exit
-status is 2. Where there are none, the command comes last that launches the run. Nothing is left on
-the disk but what comes from the hub, in its cache.
+Each check reports its first error on one line after the plan, and the remaining checks still run.
+If there are errors, the exit status is 2. Otherwise the last line is the command that launches the
+run. Nothing is written to the disk except the Hub's cache.
 
-Where this machine lacks the GPUs that are named, the run is planned for another machine. Then a
-model here may be without its weights, and neither disk nor --output_dir are looked at.
+If this machine does not have the GPUs that you name, the run is planned for another machine. You
+can then plan without downloading weights, and neither the disk nor --output_dir is checked.
 
-Memory is an estimate from the sizes of the models, by resource_plan.py, which finds what fits, too.
+Memory is an estimate by internal/resource_plan.py from the sizes of the models. If the run does not
+fit, the error names flags with which it does.
 """
 
 import contextlib
@@ -44,7 +45,7 @@ from unittest import mock
 from internal import model_paths
 
 if __name__ == "__main__" and (missing := model_paths.missing(sys.argv[1:])):
-    # Before the imports below, which take seconds
+    # Report missing files before the imports below, which take seconds
     print(*(f"preflight: error: {line}" for line in missing), sep="\n", file=sys.stderr)
     sys.exit(2)
 
@@ -237,7 +238,8 @@ def load_script(path):
         spec.loader.exec_module(script)
         script.Args()
     except (Exception, SystemExit) as error:
-        raise Mistake(f"{path} is no script, nor a fork of one ({describe(error)})") from error
+        what = "is not one of the training scripts, nor a fork of one"
+        raise Mistake(f"{path} {what} ({describe(error)})") from error
     script.__name__, script.__spec__ = Path(path).stem, None  # as of a file that is run
     return script
 
@@ -272,15 +274,16 @@ def read_config_file(options):
         options.num_processes = options.num_processes or int(config.get("num_processes", 1))
         options.num_machines = options.num_machines or int(config.get("num_machines", 1))
     except Exception as error:
-        raise Mistake(f"--config_file {path}: not of accelerate ({describe(error)})") from error
+        what = "is not a valid config of accelerate"
+        raise Mistake(f"--config_file {path} {what} ({describe(error)})") from error
 
 
 def check_sharding(run):
-    """Refuses launches that start what the script does not know, or fewer ranks than are asked."""
+    """Refuse launches that start what the script does not know, or fewer ranks than are asked."""
     options, path = run.options, run.options.config_file
     if options.is_set("ACCELERATE_USE_NO") and options.num_processes > 1:
         raise Mistake(
-            f"--num_processes {options.num_processes}: {path} starts one, so launch with "
+            f"--num_processes is {options.num_processes}, but {path} starts one; launch with "
             f"--config_file scripts/accelerate/ddp.yaml"
         )
     is_fsdp2 = str(options.variables.get("FSDP_VERSION")) == "2"
@@ -310,7 +313,7 @@ NEED_ANOTHER = {
 
 
 def check_numbers(run):
-    """Refuses numbers out of range, and a ~ that is not expanded. Notes flags that do nothing."""
+    """Refuse numbers out of range, and a ~ that is not expanded. Notes flags that do nothing."""
     for option in fields(run.args):
         name, value = option.name, getattr(run.args, option.name)
         needed, least = NEED_ANOTHER.get(name, ""), LEAST.get(name, 0)
@@ -329,9 +332,9 @@ def check_gpus(run):
     gpus, size = run.args.vllm_gpus, run.args.vllm_tensor_parallel_size
     if (num_gpus or gpus) and max([learners - 1, *gpus]) >= num_gpus:
         raise Mistake(
-            f"too few GPUs for {learners} learners, or for --vllm_gpus {gpus}: a machine has "
-            f"{num_gpus}; before the script there are --num_processes and, of another machine, "
-            f"--num_gpus"
+            f"there are too few GPUs for {learners} learners or for --vllm_gpus {gpus}, because a "
+            f"node has {num_gpus}; before the script, pass --num_processes or, for another "
+            f"machine, --num_gpus"
         )
     free_gpus = {gpu for gpu in gpus if gpu >= learners}
     num_engines = len(free_gpus) // size
@@ -339,16 +342,16 @@ def check_gpus(run):
     if (gpus or size > 1) and not is_shared_out:
         raise Mistake(
             f"--vllm_gpus {gpus} must be GPUs without a learner (not the first {learners}), each "
-            f"named once; --vllm_tensor_parallel_size ({size}) for each engine, and no more "
+            f"named once, with --vllm_tensor_parallel_size ({size}) for each engine, and no more "
             f"engines than learners"
         )
     idle = num_gpus - learners - len(gpus)
     if idle > 0:
-        run.notes.append(f"{idle} of a machine's {num_gpus} GPUs are not used; see --num_processes")
+        run.notes.append(f"{idle} of a node's {num_gpus} GPUs are not used; see --num_processes")
 
 
 def check_arguments(run):
-    """Refuses arguments that do not fit together. Fills in those of run time."""
+    """Refuse arguments that do not fit together. Fills in those of run time."""
     args, options = run.args, run.options
     check_numbers(run)
     check_gpus(run)
@@ -361,7 +364,7 @@ def check_arguments(run):
         or run.script.uses_reward_model(args)
     ):
         raise Mistake(
-            "no reward: add --apply_verifiable_reward, --add_r1_style_format_reward, or a "
+            "there is no reward; add --apply_verifiable_reward, --add_r1_style_format_reward, or a "
             "--reward_model_path whose --reward_model_multiplier is above 0"
         )
     with mock.patch.dict(os.environ, {"LOCAL_WORLD_SIZE": str(options.local_processes())}):
@@ -376,22 +379,22 @@ def check_arguments(run):
     warms = ("value_warmup_steps", "value_model_path", "reward_model_path")
     if getattr(args, "lam", 1) < 1 and not any(getattr(args, name) for name in warms):
         run.notes.append(
-            f"--lam {args.lam:g}: below 1 the value model has to be warmed up first "
-            f"(--value_warmup_steps), or all responses become short"
+            f"--lam {args.lam:g} with an untrained value model makes responses collapse to a few "
+            f"tokens. Add --value_warmup_steps 20"
         )
     if args.lora_rank:
         check_adapters(run)
 
 
 def check_adapters(run):
-    """Refuses what vLLM's adapters cannot do on a GPU. Notes a learning rate of full training."""
+    """Refuse what vLLM's adapters cannot do on a GPU. Notes a learning rate of full training."""
     args, options = run.args, run.options
     if options.has_gpus() and args.dtype == "float32":
-        raise Mistake("--lora_rank: on a GPU vLLM's kernels for adapters need --dtype bfloat16")
+        raise Mistake("--lora_rank on a GPU needs --dtype bfloat16, for vLLM's kernels")
     if args.learning_rate <= 1e-6:
         run.notes.append(
-            f"--learning_rate {args.learning_rate:g}: with adapters the rate is about ten times "
-            f"that of full training"
+            f"--learning_rate {args.learning_rate:g} is low, because adapters need about ten times "
+            f"the learning rate of full training"
         )
     if args.lora_rank <= 32 or not options.has_gpus() or "TRITON_PTXAS_PATH" in options.variables:
         return
@@ -448,7 +451,7 @@ def check_tokenizers(run):
     tokenizer = script.load_tokenizer(args)
     other = templates.get("reward_model_path")
     if other not in (None, tokenizer.chat_template):
-        run.notes.append(f"{args.reward_model_path} has a chat template of its own, not used")
+        run.notes.append(f"the chat template of {args.reward_model_path} is not used")
     stop_token = tokenizer.eos_token if run.args.stop_token == "eos" else run.args.stop_token
     if run.args.stop_token and stop_token not in tokenizer.get_vocab():
         raise Mistake(f"--stop_token {run.args.stop_token}: the tokenizer has no such token")
@@ -575,7 +578,7 @@ def load_model(run, auto_class, path, trained, **config_options):
             )
         else:
             if is_here:
-                run.notes.append(f"{path} has no weights: the plan is by its config.json")
+                run.notes.append(f"{path} has no weights, so the plan uses its config.json")
             with torch.device("meta"):
                 model = auto_class.from_config(**options)
         for name, shape, needed in sorted(report["mismatched_keys"]):
@@ -686,7 +689,7 @@ def ask_vllm(config, dtype):
 
 
 def check_engine(run):
-    """Refuses a model that vLLM does not serve."""
+    """Refuse a model that vLLM does not serve."""
     name, options = type(run.model).__name__, run.options
     answer = ask_vllm(run.model.config, run.args.dtype)
     is_missing = "'vllm'" in answer or options.is_elsewhere()
@@ -802,7 +805,7 @@ def check_reward(run):
 
 
 def check_format(run):
-    """Notes prompts after which a response in the R1 format would not get the reward for it."""
+    """Note prompts after which a response in the R1 format would not get the reward for it."""
     if not run.args.add_r1_style_format_reward:
         return
     lost = {}
@@ -963,7 +966,7 @@ def score(run, workers, response):
 
 
 def check_run_folder(run):
-    """Refuses a run folder with another run, or which cannot be written. Finds the checkpoint."""
+    """Refuse a run folder with another run, or which cannot be written. Finds the checkpoint."""
     args = run.args
     found = run.script.find_run(args)
     # A script without checkpoints finds the folder alone
@@ -988,7 +991,7 @@ MAY_DIFFER = {"run_name", "output_dir", "resume_from_checkpoint"}
 
 
 def check_checkpoint(run):
-    """Refuses a checkpoint of another run, or of another script. Finds what has changed."""
+    """Refuse a checkpoint of another run, or of another script. Finds what has changed."""
     path = run.checkpoint_dir
     try:
         json.loads((path / "state.json").read_bytes())
@@ -1011,10 +1014,13 @@ def check_checkpoint(run):
 
 
 def check_disk(run):
-    """Refuses a disk that has no room for checkpoints, the final model, and a little besides."""
+    """Refuse a disk that has no room for checkpoints, the final model, and a little besides."""
     disk = run.options.disk
     if not disk and run.options.is_elsewhere():
-        run.notes.append("the other machine's disk is not checked; say its room by --disk, in GB")
+        run.notes.append(
+            "disk space was not checked, because the run is planned for another machine; pass "
+            "--disk with its free space in GB"
+        )
         return
     free = disk * 1e9 if disk else shutil.disk_usage(run.disk).free
     # Checkpoints that are there already will make way
@@ -1024,13 +1030,13 @@ def check_disk(run):
     needed = number * size + plan.final_model(run) + 2**25
     if free < needed:
         raise Mistake(
-            f"--output_dir {run.args.output_dir}: {in_words(free)} free, {in_words(needed)} are "
-            f"needed, {in_words(number * size)} of them for checkpoints; see --keep_last_n"
+            f"--output_dir {run.args.output_dir} has {in_words(free)} free, but {in_words(needed)} "
+            f"are needed, {in_words(number * size)} of them for checkpoints; see --keep_last_n"
         )
 
 
 def check_shared_memory(run):
-    """Notes a /dev/shm with little room for NCCL and vLLM's workers, as of a plain container."""
+    """Note a /dev/shm with little room for NCCL and vLLM's workers, as of a plain container."""
     options = run.options
     if options.is_elsewhere():
         return
@@ -1043,7 +1049,7 @@ def check_shared_memory(run):
 
 
 def check_accounts(run):
-    """Refuses tracking by somebody who is not logged in, and an upload that would be refused."""
+    """Refuse tracking by somebody who is not logged in, and an upload that would be refused."""
     if run.args.with_tracking and os.environ.get("WANDB_MODE") not in ("offline", "disabled"):
         server = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
         if not os.environ.get("WANDB_API_KEY") and not get_netrc_auth(server):
@@ -1084,7 +1090,7 @@ def check_hub(run):
 
 
 def check_memory(run):
-    """Refuses a run that needs more memory than its GPUs have."""
+    """Refuse a run that needs more memory than its GPUs have."""
     args, options = run.args, run.options
     if options.gpu_memory is None and torch.cuda.device_count() > 0:
         options.gpu_memory = torch.cuda.get_device_properties(0).total_memory / GIB
@@ -1095,7 +1101,7 @@ def check_memory(run):
         name = f"vLLM, by --vllm_gpu_memory_utilization {args.vllm_gpu_memory_utilization:g},"
         sizes.append((name, plan.engine_needs(run), plan.engine_room(run)))
     problem = "; ".join(
-        f"{name} needs about {in_words(needed)} of its GPU, and has {in_words(room)}"
+        f"{name} needs about {in_words(needed)} of its GPU, but can use {in_words(room)}"
         for name, needed, room in sizes
         if needed > room
     )
@@ -1308,12 +1314,12 @@ def main(words):
     options = tyro.cli(Options, args=words[:split], description=__doc__, use_underscores=True)
     try:
         if split == len(words):
-            raise Mistake("which script? It is preflight.py [OPTIONS] script.py FLAGS...")
+            raise Mistake("name the script: preflight.py [OPTIONS] script.py FLAGS...")
         script = load_script(words[split])
         name, flags = Path(words[split]).name, " ".join(words[split:])
         if name in fork.SCRIPTS and re.search(" --lora[-_]", flags):
             raise Mistake(
-                f"--lora_rank: {name} has no adapters; this writes its fork, which has: python "
+                f"--lora_rank: {name} has no adapters; write its fork, which has them: python "
                 f"scripts/fork.py lora {fork.file_of('lora', name)} --script {name}"
             )
         read_config_file(options)
@@ -1326,7 +1332,7 @@ def main(words):
         options.num_gpus = torch.cuda.device_count()
     run = Run(script, options, args)
     if not (is_local(args.model_name_or_path) and is_local(args.dataset)) and not hub_answers():
-        run.notes.append("the hub does not answer; what is in the cache of it is used")
+        run.notes.append("the Hub does not answer, so its cache is used")
     mistakes = check(run)
     print_plan(run)
     sys.stdout.flush()

@@ -75,7 +75,7 @@ class Args:
     keep_last_n: int = 3
     """Number of checkpoints to keep, which are the newest. 0 keeps all."""
     resume_from_checkpoint: str | None = None
-    """Checkpoint to resume from, or "latest". Newer checkpoints are removed."""
+    """Checkpoint to resume (newer ones are removed). "latest": run_name's newest, or a new run."""
     with_tracking: bool = False
     """Also log to Weights & Biases."""
     wandb_project_name: str = "tandem"

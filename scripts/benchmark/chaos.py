@@ -1,5 +1,6 @@
-"""Ends real runs at random moments, looks what they leave, resumes them, and compares what comes of
-them with a run in peace.
+"""End real runs at random moments, check what they leave, resume them, and compare the results.
+
+They are compared with a run without interruption.
 
     python scripts/benchmark/chaos.py                      # 20 runs: about 20 minutes
     python scripts/benchmark/chaos.py --runs 3 --seed 7
@@ -13,11 +14,12 @@ The launcher must end within 60 seconds. Ten seconds later nothing may be left: 
 in their environment; files of the run's TMPDIR, except torch's and the socket by which reward
 workers are forked; what is new in /dev/shm, so nothing else should write there meanwhile. No step
 may be lost but the last, whose checkpoint may not have been written yet. Then the run is begun
-again with `--resume_from_checkpoint latest`. It must resume the newest checkpoint and leave what
-the run in peace has left, byte by byte: metrics.jsonl (but for what a clock says), samples.jsonl,
-rollouts.jsonl and the model.
+again with `--resume_from_checkpoint latest`. It must resume the newest checkpoint and leave the
+same bytes as the uninterrupted run: metrics.jsonl (except for times), samples.jsonl, rollouts.jsonl
+and the model.
 
-A run is a line: what it was, and what is wrong. The exit status is 1 if anything is. Linux only.
+It prints a line per run, with what was done and what is wrong. The exit status is 1 if anything is
+wrong. Linux only.
 """
 
 import argparse

@@ -1,14 +1,15 @@
-"""How far vLLM's log-probabilities are from the learner's at equal weights in bfloat16, and what
-check_sampler sees of bugs.
+"""Measure how far vLLM's log-probabilities are from the learner's, and what check_sampler finds.
+
+Both have equal weights in bfloat16.
 
     python scripts/data_preprocess/instructions.py --local_save_dir data/instructions
     python scripts/benchmark/mismatch.py --model HuggingFaceTB/SmolLM2-135M-Instruct
 
-A real vLLM samples answers to prompts at three temperatures, with its head in bfloat16 (its
-default) and in float32 (what the scripts ask for on GPUs). The learner reads them as it should, and
-then with bugs: it leaves out the temperature, reads the text tokenized again, or lacks a bias of
-the head (normal, of a deviation of 0.1), a multiplier or a cap. Each line has the mean difference,
-its largest, and the KL, which check_sampler limits.
+A real vLLM generates answers to prompts at three temperatures, with its head in bfloat16 (its
+default) and in float32 (which the scripts request on GPUs). The learner computes log-probabilities
+correctly, and then with bugs: it ignores the temperature, reads the text tokenized again, or lacks
+a bias of the head (normal, with a standard deviation of 0.1), a multiplier or a cap. Each line has
+the mean difference, the largest one, and the KL, which check_sampler limits.
 """
 
 import argparse

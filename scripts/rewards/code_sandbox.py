@@ -1,48 +1,49 @@
-"""Reward for code: the share of a row's test cases that the program in the response passes.
+"""Reward code: the fraction of an example's test cases that the program in the response passes.
 
     ppo_vllm_async.py --reward_fn scripts/rewards/code_sandbox.py:compute_score ...
 
-The program is in Python, and run in a sandbox. `ground_truth`, as JSON or not:
+The program is in Python and runs in a sandbox. `ground_truth` is one of these, as JSON or not:
 
     ["assert f(1) == 2", ...]
         each assertion is a test case
     {"test_list": [...], "test_setup_code": "..."}
-        MBPP: the same; the set-up runs after the program
+        the same in MBPP's form; the set-up runs after the program
     {"inputs": ["1 2\\n", ...], "outputs": ["3\\n", ...]}
     [{"input": "1 2\\n", "output": "3\\n", "testtype": "stdin"}, ...]
-        programs that read stdin and write stdout; the second is LiveCodeBench's
+        programs that read stdin and write stdout; the second form is LiveCodeBench's
     {"test": "def check(candidate): ...", "entry_point": "f"}
-        HumanEval: one test case; with a "prompt" besides, that stands before the program
+        HumanEval's form, with one test case; an additional "prompt" is put before the program
 
 The sandbox is bubblewrap (`apt-get install bubblewrap`; 0.8 or newer, Linux 5.14 or newer, x86-64
-or aarch64): namespaces without a network, a read-only system without /home, /root and this project,
-an empty environment, a /tmp of its own in memory, and CLOSED_CALLS. Limits are constants below, and
-four of them environment variables: TANDEM_SANDBOX_SECONDS a test case, TANDEM_SANDBOX_TOTAL_SECONDS
-a response, TANDEM_SANDBOX_MEMORY_MB a process and all of them in sum, TANDEM_SANDBOX_PROCESSES a
-response (threads count). Without it this file does not load: nothing is ever run unprotected.
+or aarch64). It has namespaces without a network, a read-only system without /home, /root and this
+project, an empty environment, its own /tmp in memory, and CLOSED_CALLS. Limits are constants below.
+Four of them are environment variables: TANDEM_SANDBOX_SECONDS per test case,
+TANDEM_SANDBOX_TOTAL_SECONDS per response, TANDEM_SANDBOX_MEMORY_MB per process and for their sum,
+and TANDEM_SANDBOX_PROCESSES per response (threads count). Without bubblewrap this file cannot be
+imported, so that no program ever runs unprotected.
 
-The script's --reward_timeout (10) must exceed TANDEM_SANDBOX_TOTAL_SECONDS (8) by two seconds: when
-the latter is over, the test cases left count as failed; the former ends the worker, and counts as a
-failure of the reward.
+The script's --reward_timeout (10) must exceed TANDEM_SANDBOX_TOTAL_SECONDS (8) by two seconds. When
+the latter is over, the remaining test cases count as failed. The former ends the worker, and counts
+as a failure of the reward.
 
-Each test case starts the program anew, in a process of its own that has an empty /tmp and knows no
-later test case, and counts only if that process reaches its end, so leaving early, printing or
-killing is no success. When the score is known, nothing of the program runs any more.
+Each test case starts the program again in its own process, which has an empty /tmp and cannot see
+later test cases. It counts only if that process reaches its end, so exiting early, printing or
+killing is not a success. When the score is known, no process of the program is left.
 
-Who judges:
+Where answers are judged:
 
 1. `assert f(1) == 2`, or any assertion that something equals a literal: the program's process sends
-   the something out as plain data (None, numbers, text, bytes, lists, tuples, sets, dicts), and it
-   is compared outside. The literal is never in the sandbox.
+   the value out as plain data (None, numbers, text, bytes, lists, tuples, sets, dicts), and it is
+   compared outside. The literal is never in the sandbox.
 2. Programs for stdin and stdout: expected outputs stay outside as well.
-3. Any other assertion, and HumanEval's `check`, run in the process of the program that they judge:
-   one made for the purpose passes them, by objects that equal everything, for example.
+3. Any other assertion, and HumanEval's `check`, run in the process of the program that they judge.
+   A malicious program can pass them, for example with objects that equal everything.
 
-What else stays open, for want of a means that an ordinary user has everywhere: memory in sum is
-looked at 20 times a second, and until the next look processes may take more, each up to its own
-limit; the machine can be read (/proc, /usr); a hole in the kernel is a hole in the sandbox. Closed
-to right programs, too: sockets other than pairs (hence multiprocessing.Manager), shared memory and
-semaphores by name (hence multiprocessing.Pool), os.nice.
+Some gaps remain, because an ordinary user has no means against them on every system. The sum of
+memory is checked 20 times a second, and between checks processes can use more, each up to its own
+limit. The system can be read (/proc, /usr). A hole in the kernel is a hole in the sandbox. Correct
+programs cannot use sockets other than pairs (and so no multiprocessing.Manager), shared memory and
+semaphores by name (and so no multiprocessing.Pool), or os.nice.
 """
 
 import ast
@@ -100,7 +101,7 @@ RESTRICTED_CALLS |= {"prlimit64": ((302, 261), 0), "sched_setaffinity": ((203, 1
 def compute_score(
     data_source: str, response: str, ground_truth: Any, *, extra_info: Any = None
 ) -> float:
-    """The share of the test cases passed.
+    """Return the fraction of the test cases that the program passes.
 
     ValueError: a ground truth of no known form; RuntimeError: no sandbox.
     """
@@ -109,7 +110,7 @@ def compute_score(
 
 
 def extract_code(response: str) -> str:
-    r"""The program in a response: its last block of Python, else its last bare one, else all of it.
+    r"""Return the program in a response: its last Python block, else its last bare one, else all.
 
     >>> extract_code(
     ...     "First\n```python\nx = 1\n```\nthen\n```python\nx = 2\n```\n"
@@ -125,7 +126,7 @@ def extract_code(response: str) -> str:
 
 @dataclass
 class Fence:
-    """A line such as `1. Solution: ~~~python`."""
+    """A fence of a block: a line such as `1. Solution: ~~~python`."""
 
     number: int  # of the line
     width: int  # of its margin: spaces, and marks of lists and quotes
@@ -161,7 +162,7 @@ def read_fence(number: int, line: str) -> Fence | None:
 
 
 def fenced_blocks(text: str) -> list[tuple[str, str]]:
-    r"""(language, code) of each fenced block of a Markdown text.
+    r"""Return (language, code) of each fenced block of a Markdown text.
 
     They are CommonMark's, and what models write besides: a block may open in the middle of a line,
     and lines in a list may be indented or not. Fences in a string of three quotes are its text. A
@@ -186,7 +187,7 @@ def fenced_blocks(text: str) -> list[tuple[str, str]]:
 
 
 def find_end(quotes: list, opening: Fence, later: list[Fence]) -> tuple[int, Fence | None]:
-    """The number of the line after a block's last one, and its closing fence, if it has one."""
+    """Return the number of the line after a block, and its closing fence, if it has one."""
     first = None
     for fence in later:
         if fence.language == "python" and opening.language != "python":
@@ -200,7 +201,7 @@ def find_end(quotes: list, opening: Fence, later: list[Fence]) -> tuple[int, Fen
 
 
 def count_quotes(lines: list[str]) -> list[tuple[int, int]]:
-    """How many times each kind of three quotes is there before a line, and at the end."""
+    """Count each kind of three quotes before each line, and at the end."""
     counts = [(0, 0)]
     for line in lines:
         double, single = counts[-1]
@@ -209,21 +210,21 @@ def count_quotes(lines: list[str]) -> list[tuple[int, int]]:
 
 
 def ends_in_string(quotes: list, start: int, end: int) -> bool:
-    """Whether a string of three quotes is open after these lines."""
+    """Return whether a string of three quotes is open after these lines."""
     return any(
         (after - before) % 2 for before, after in zip(quotes[start], quotes[end], strict=True)
     )
 
 
 def without_margin(lines: list[str], width: int) -> str:
-    """Lines without so many characters of margin, or as many as the first one has."""
+    """Return lines without this many characters of margin, or as many as the first line has."""
     first = next((line for line in lines if line.strip()), "")
     width = min(width, len(first) - len(first.lstrip(" \t>")))
     return "".join(line[:width].lstrip(" \t>") + line[width:] for line in lines)
 
 
 def parse_ground_truth(ground_truth: Any) -> tuple[str, list[dict]]:
-    """(code before the program, test cases).
+    """Return (code before the program, test cases).
 
     A case has `test`, or `stdin` and `expected`, or `setup`, `call` and `expected`.
     """
@@ -256,7 +257,7 @@ def parse_ground_truth(ground_truth: Any) -> tuple[str, list[dict]]:
 
 
 def make_case(setup: str, test: str | dict) -> dict:
-    """The case of an entry of a list of tests."""
+    """Return the test case of an entry in a list of tests."""
     match test:
         case str():
             return equality_case(setup, test) or {"test": f"{setup}\n{test}"}
@@ -269,7 +270,7 @@ def make_case(setup: str, test: str | dict) -> dict:
 
 
 def stdin_case(given: str | list, expected: str | list) -> dict:
-    """The case of a program that reads and writes; some rows of APPS have lists of lines."""
+    """Return the test case of a program that reads and writes. APPS can have lists of lines."""
     texts = ["\n".join(part) if isinstance(part, list) else part for part in (given, expected)]
     if not all(isinstance(text, str) for text in texts):
         raise ValueError(f"what is read and written must be text; it is {str(texts)[:200]}")
@@ -277,7 +278,7 @@ def stdin_case(given: str | list, expected: str | list) -> dict:
 
 
 def equality_case(setup: str, test: str) -> dict | None:
-    """The test case of an assertion that something equals a literal; of any other, None.
+    """Return the test case of an assertion that something equals a literal, or None for others.
 
     >>> equality_case("", "assert f(2) == 4, 'two'")
     {'setup': '', 'call': 'f(2)', 'expected': '4/1'}
@@ -297,7 +298,7 @@ def equality_case(setup: str, test: str) -> dict | None:
 
 
 def same_output(printed: str, expected: str) -> bool:
-    r"""Equal but for whitespace at the ends of lines and of the text.
+    r"""Return whether texts are equal except for whitespace at the ends of lines and of the text.
 
     >>> same_output("1 \n2\n", "1\n2"), same_output("1 2", "1\n2")
     (True, False)
@@ -309,7 +310,7 @@ def same_output(printed: str, expected: str) -> bool:
 
 # ------------------------------------------------------------------------------ inside the sandbox
 def canonical(value: object) -> str:
-    """A line of ASCII that is the same for two values if Python calls them equal.
+    """Return a line of ASCII that is the same for two values if they are equal in Python.
 
     TypeError: a value that is neither None, a number, text, bytes, a list, a tuple, a set nor a
     dict, and contains nothing else.
@@ -346,7 +347,7 @@ def canonical(value: object) -> str:
 
 
 def run_cases() -> None:
-    """Process 1 of the sandbox, started as `python -c` with this source.
+    """Run the test cases as process 1 of the sandbox, started as `python -c` with this source.
 
     Runs the test cases of a job on stdin one after another, writes {} when it is ready and a line
     for each: {"reached_end": bool, "stdout": str}.
@@ -374,7 +375,7 @@ def run_cases() -> None:
         return json.loads(os.read(job, int.from_bytes(os.read(job, 8), "big")))
 
     def filter_calls(architecture, closed, restricted):
-        """Closes system calls to this process and its children with a seccomp filter.
+        """Close system calls to this process and its children with a seccomp filter.
 
         An instruction is (what, steps to skip if true, steps to skip if not, operand); it works on
         the call's struct seccomp_data: the number at 0, the architecture at 4, the first argument
@@ -434,7 +435,7 @@ def run_cases() -> None:
         run_function(code, case, secret, sink)
 
     def memory_of(process):
-        """Bytes of a process, those that n processes share counted as an nth."""
+        """Return the bytes of a process. Of bytes that n processes share, one n-th counts."""
         try:
             with open(f"/proc/{process}/smaps_rollup", encoding="utf-8") as file:
                 return 1024 * sum(map(int, re.findall(r"Pss: +(\d+)", file.read())))
@@ -443,7 +444,7 @@ def run_cases() -> None:
                 return resource.getpagesize() * int(file.read().split()[1])
 
     def memory_of_all():
-        """Bytes that all processes but this one have."""
+        """Return the bytes of all processes except this one."""
         total = 0
         for process in os.listdir("/proc"):
             if process.isdecimal() and process != "1":
@@ -452,7 +453,7 @@ def run_cases() -> None:
         return total
 
     def wait(pid, stream, seconds):
-        """What the child wrote, and whether it ended well.
+        """Return what the child wrote, and whether it ended well.
 
         That is in time, with status 0 and within the limits of output and of memory in sum.
         """
@@ -537,7 +538,7 @@ def run_cases() -> None:
 
 # ----------------------------------------------------------------------------- outside the sandbox
 def sandbox_command(drop_root: bool) -> list[str]:
-    """The command that runs run_cases in bubblewrap.
+    """Return the command that runs run_cases in bubblewrap.
 
     Processes are counted per user and user namespace, and each run has a namespace of its own: so
     runs don't use up each other's. They aren't counted for root, though, and in a namespace that
@@ -583,7 +584,7 @@ def sandbox_command(drop_root: bool) -> list[str]:
 
 
 def run_in_sandbox(code: str, cases: list[dict], command: list[str] | None = None) -> list[bool]:
-    """Whether each case passed. RuntimeError: the sandbox did not start."""
+    """Return whether each case passed. Raise RuntimeError if the sandbox did not start."""
     limits = {"case_seconds": CASE_SECONDS, "memory": MEMORY_MB << 20, "look_seconds": 0.05}
     limits |= {"processes": PROCESSES, "file": TMP_MB << 18, "files": 64, "output": OUTPUT_BYTES}
     column = list(ARCHITECTURES).index(platform.machine())
@@ -614,7 +615,7 @@ def run_in_sandbox(code: str, cases: list[dict], command: list[str] | None = Non
 
 
 def run_until_gone(command: list[str], job: BinaryIO, seconds: float) -> tuple[bytes, bytes]:
-    """(stdout, stderr) of a sandbox of which nothing is left, ended if it takes longer."""
+    """Return (stdout, stderr) of a sandbox. Afterwards no process of it is left."""
     own = {"env": {}, "cwd": "/", "start_new_session": True}
     try:
         sandbox = subprocess.Popen(
@@ -637,7 +638,7 @@ def run_until_gone(command: list[str], job: BinaryIO, seconds: float) -> tuple[b
 
 
 def find_sandbox() -> list[str]:
-    """The command of a sandbox that was seen to hold. RuntimeError: there is none."""
+    """Return the command of a sandbox that has been tested, or raise RuntimeError."""
     hint = "code is never run outside a sandbox"
     if not shutil.which("bwrap"):
         raise RuntimeError(
@@ -685,7 +686,7 @@ def find_sandbox() -> list[str]:
 
 
 def raises(statement: str, error: str) -> str:
-    """A test that is passed when the statement raises that error."""
+    """Return a test that passes if the statement raises that error."""
     return f"import os, time\ntry:\n {statement}\nexcept {error}:\n pass\nelse:\n assert False"
 
 

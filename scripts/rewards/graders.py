@@ -1,12 +1,11 @@
-r"""Rewards by rule: a row is graded as its `data_source` says.
+r"""Grade responses by the rule for their `data_source`.
 
     accelerate launch --config_file scripts/accelerate/one_gpu.yaml ppo_vllm_async.py \
         --reward_fn scripts/rewards/graders.py:compute_score ...
 
-`compute_score` knows GSM8K, MATH, HellaSwag, code, constraints and the debug task. The files beside
-this one that run code and check constraints are imported when a row needs them. Sorting and GSM8K
-are in the scripts as well, in the same words; MATH needs math-verify, and HellaSwag's answers take
-some reading.
+`compute_score` grades GSM8K, MATH, HellaSwag, code, constraints and the debug task. It imports the
+files beside this one that run code and check constraints only if an example needs them. The scripts
+contain the same code for sorting and GSM8K. MATH needs math-verify.
 """
 
 import contextlib
@@ -18,9 +17,9 @@ from itertools import accumulate
 from types import ModuleType
 from typing import Any
 
-# Names of data sources, in small letters, as verl, open-instruct, Skywork and the hub have them. Of
-# owner/name the name counts, or else the owner if it is one of these as a whole. A star stands for
-# anything that does not begin with a letter. docs/rewards.md has the same list
+# Names of data sources in lower case, as used by verl, open-instruct, Skywork and the Hub. Of
+# owner/name the name is matched, and then the owner, if it is exactly one of these. A star stands
+# for anything that does not begin with a letter. docs/rewards.md has the same list
 NAMES = {
     "hellaswag": "hellaswag*",
     "code": "code code_stdio apps taco taco-verified mbpp* mbppplus* humaneval* human_eval* "
@@ -31,33 +30,33 @@ NAMES = {
     "big-math* dapo-math* deepmath* omni-math* openr1-math* openmathreasoning train-math* "
     "aimo-validation*",
 }
-# Of each of six questions to math-verify, which counts whole seconds. Their sum is less than
+# The limit for each of six calls of math-verify, which counts whole seconds. Their sum is less than
 # --reward_timeout
 MATH_SECONDS = 1
-LETTERS = r"(?:[\s({$]|\\(?:text|math)[a-z]*)*([A-J])"  # a choice, with what may stand before it
+LETTERS = r"(?:[\s({$]|\\(?:text|math)[a-z]*)*([A-J])"  # a choice, with what can precede it
 # A box without an answer
 EMPTY = r"\\boxed\{(?:[\s{$~?.]|\\[,;:! ]|\\(?:text|math)[a-z]*|\\[lc]?dots|\\q?quad)*\}"
-# A number, with all that would make it another one: 1/2, 12:30, 3-5, 10^2, 1e6, 1 1/2, 1{,}200
+# A number with everything that would change its value: 1/2, 12:30, 3-5, 10^2, 1e6, 1 1/2, 1{,}200
 NUMBER = re.compile(r"[-\u2212]?\$?\.?\d(?:(?:[.,:/^*{}\\\u2013\u2212-]+|[eE][-+]?|[^\S\n])?\d)*")
 
 
 def read_number(text: str) -> Decimal | None:
-    """A number such as -$1,200.50 as a Decimal; None: it is none as a whole."""
-    text = text.replace("\u2212", "-")  # the minus of mathematics
+    """Return a number such as -$1,200.50 as a Decimal, or None if the text is not one number."""
+    text = text.replace("\u2212", "-")  # the mathematical minus sign
     if re.fullmatch(r"-?\$?(\d{1,3}(,\d{3})+|\d+|(?=\.\d))(\.\d+)?", text):
         return Decimal(re.sub(r"[$,]", "", text))
     return None
 
 
 def grade_gsm8k(response: str, ground_truth: str) -> float:
-    """1.0 if the first number after the last "####", or else the last one, is the ground truth.
+    """Return 1.0 if the first number after the last "####", else the last one, is the ground truth.
 
     >>> grade_gsm8k("6 * 200 is 1,200. #### $1,200.", "1200")
     1.0
     """
     truth = read_number("".join(str(ground_truth).split()).rstrip("."))
     if truth is None:
-        raise ValueError(f"the ground truth is {ground_truth!r}, and must be a number")
+        raise ValueError(f"the ground truth must be a number, but it is {ground_truth!r}")
     _, mark, end = response.rpartition("####")
     answers = NUMBER.findall(response)[-1:]
     if mark:
@@ -66,10 +65,10 @@ def grade_gsm8k(response: str, ground_truth: str) -> float:
 
 
 def grade_hellaswag(response: str, ground_truth: str | int) -> float:
-    """1.0 where the response names the right ending, by its index or by its letter.
+    """Return 1.0 if the response names the correct ending, by its index or by its letter.
 
-    What counts is the first answer after the last "####", else the last answer. A letter needs a
-    full stop, a colon or a bracket behind it, or the end of the response: an "A" may be an article.
+    The first answer after the last "####" counts, else the last answer. A letter must be followed
+    by a full stop, a colon, a bracket or the end of the response, because "A" can be an article.
 
     >>> grade_hellaswag("Ending 1 is absurd. #### (2)", "2"), grade_hellaswag("I choose C.", 2)
     (1.0, 1.0)
@@ -84,14 +83,15 @@ def grade_hellaswag(response: str, ground_truth: str | int) -> float:
 
 
 def answer_of(response: str) -> str:
-    """What follows the thinking of a response, which is nothing if the thinking does not end."""
+    """Return what follows the thinking of a response, or nothing if the thinking does not end."""
     return response.rpartition("</think>")[2].partition("<think>")[0]
 
 
 def read_truths(ground_truth: Any) -> list[str]:
-    r"""The truths of a row of MATH, one of which an answer has to equal: those of a list of texts.
+    r"""Return the ground truths of an example of MATH, one of which an answer must equal.
 
-    Stars and the like around a truth are Markdown. ValueError: there is none.
+    A list of texts has several. Stars and similar marks around them are Markdown. Raise ValueError
+    if there are none.
 
     >>> read_truths("**4**"), read_truths('["1,2"]'), read_truths("[2, 5]")
     (['4'], ['1,2'], ['[2, 5]'])
@@ -100,18 +100,18 @@ def read_truths(ground_truth: Any) -> list[str]:
     if isinstance(truths, str):
         with contextlib.suppress(ValueError):
             truths = json.loads(truths)
-        # [2, 5] is an interval
+        # A list that is not of texts is a formula: [2, 5] is an interval
         if not (isinstance(truths, list) and all(isinstance(truth, str) for truth in truths)):
             truths = ground_truth
     truths = truths if isinstance(truths, list) else [truths]
     truths = [str(truth).strip("*_` \n") for truth in truths if truth is not None]
     if not all(truths) or not truths:
-        raise ValueError(f"the ground truth is {ground_truth!r}, and must be a formula, or several")
+        raise ValueError(f"the ground truth must be formulas, but it is {ground_truth!r}")
     return truths
 
 
 def is_choice(box: str, truth: str) -> bool:
-    r"""Whether the truth is a letter, and a box begins with it and names no other one.
+    r"""Return whether the truth is a letter, and a box begins with it and names no other letter.
 
     >>> boxes = (r"\boxed{\text{(C) } 5}", r"\boxed{C. A cat}", r"\boxed{C. or D.}", r"\boxed{C-5}")
     >>> [is_choice(box, "C") for box in boxes]
@@ -123,19 +123,19 @@ def is_choice(box: str, truth: str) -> bool:
         return False
     depths = [*accumulate((each == "{") - (each == "}") for each in box)]
     end = depths.index(0, 7) if 0 in depths[7:] else len(box)
-    # "A cat" and "I am" name none
+    # "A cat" and "I am" do not name a letter
     letters = re.findall(r"(?<![A-Za-z\\])(?![AI]\s+[a-z])[A-J](?![A-Za-z])", box[7:end])
     return {*letters, named[1]} == {letter[1]}
 
 
 def grade_math(response: str, ground_truth: Any) -> float:
-    """1.0 where math-verify finds the last box, else the last formula or number, equal to it.
+    """Return 1.0 if the last box, else the last formula or number, equals the ground truth.
 
-    The last box is the last one that is not empty, and `\\fbox` is one, too. A letter in front of
-    an answer, as in C. 5, is right where the truth is a letter. 12.5 is right where the truth is
-    12.5\\%, and so is 0.125. An answer that takes longer than MATH_SECONDS to read or to compare is
-    wrong, as 9^{9^{9}} is. The limits are signals: where they do not work, in a thread, math-verify
-    raises. ValueError: a truth that math-verify cannot read.
+    math-verify compares them. Empty boxes are ignored, and `\\fbox` is a box as well. A letter
+    before an answer, as in C. 5, is correct if the truth is a letter. If the truth is 12.5\\%, both
+    12.5 and 0.125 are correct. An answer that takes longer than MATH_SECONDS to read or to compare,
+    such as 9^{9^{9}}, is incorrect. These limits are signals. In a thread signals do not work, and
+    math-verify raises. Raise ValueError for a truth that math-verify cannot read.
 
     >>> grade_math(r"so it is $\\boxed{\\frac{1}{2}}$", "0.5")
     1.0
@@ -158,7 +158,7 @@ def grade_math(response: str, ground_truth: Any) -> float:
 
     text = re.sub(r"\\(?:boxed|fbox|framebox)\s*\{", r"\\boxed{", answer_of(response))
     text = re.sub(EMPTY, "", text)
-    answer = text[max(0, text.rfind("\\boxed")) :]  # the whole text where there is no box
+    answer = text[max(0, text.rfind("\\boxed")) :]  # the whole text if there is no box
     for truth in read_truths(ground_truth):
         texts = (f"\\boxed{{{truth}}}", answer)
         without_percent = tuple(text.replace("\\%", "") for text in texts)
@@ -169,13 +169,13 @@ def grade_math(response: str, ground_truth: Any) -> float:
 
 
 def kind_of(data_source: str) -> str | None:
-    """What grades a data source; None: it is not known.
+    """Return the kind of rule for a data source, or None if it is not known.
 
     >>> [kind_of(name) for name in ("my/AIME_2024", "math/own", "claimed_facts", "aimed")]
     ['math', 'math', None, None]
     """
     *owner, name = str(data_source).lower().split("/")
-    if "gsm8k" in name:  # in any place, as in the scripts: no other word holds it
+    if "gsm8k" in name:  # anywhere in the name, as in the scripts
         return "gsm8k"
     for kind, names in NAMES.items():
         stars = re.escape(names).replace(r"\*", "(?:[^a-z].*)?")
@@ -188,7 +188,7 @@ def kind_of(data_source: str) -> str | None:
 
 
 def import_neighbour(name: str, data_source: str) -> ModuleType:
-    """A file beside this one. NotImplementedError: it needs what this machine does not have."""
+    """Import a file beside this one. Raise NotImplementedError if what it needs is missing."""
     try:
         return importlib.import_module(name)
     except RuntimeError as error:
@@ -198,10 +198,10 @@ def import_neighbour(name: str, data_source: str) -> ModuleType:
 def compute_score(
     data_source: str, response: str, ground_truth: Any, extra_info: dict | None = None
 ) -> float:
-    """The verifiable reward of a response: 1.0 when right, a share of test cases or constraints.
+    """Return the verifiable reward: 1.0 if correct, or the fraction of test cases or constraints.
 
-    NotImplementedError: an unknown data source, or one that needs what this machine does not have.
-    ValueError: a ground truth that is none.
+    Raise NotImplementedError for an unknown data source, or if something that it needs is missing,
+    and ValueError for a ground truth that is not valid.
     """
     if str(data_source).lower() == "debug/sorting":
         return float(response.strip() == ground_truth.strip())
@@ -214,7 +214,7 @@ def compute_score(
         sandbox = import_neighbour("code_sandbox", data_source)
         return sandbox.compute_score(data_source, response, ground_truth)
     if kind == "constraints":
-        if "func_name" in str(ground_truth):  # Tulu 3's rows have the tag ifeval as well
+        if "func_name" in str(ground_truth):  # Tulu 3's examples also have the source ifeval
             return import_neighbour("tulu3", data_source).grade_constraint(response, ground_truth)
         constraints = import_neighbour("if_constraints", data_source)
         return constraints.compute_score(data_source, response, ground_truth)
@@ -222,6 +222,6 @@ def compute_score(
         return grade_math(response, ground_truth)
     known = "; ".join(f"{kind}: {names}" for kind, names in NAMES.items())
     raise NotImplementedError(
-        f"{data_source!r} is not debug/sorting or *gsm8k*, and none of these names ({known}): "
+        f"{data_source!r} is not debug/sorting or *gsm8k*, and none of these names ({known}); "
         f"rename the source, or write a function for --reward_fn"
     )

@@ -1,9 +1,10 @@
-"""Two readings of an answer to GSM8K: by the form that was asked for, and by its number alone.
+"""Grade an answer to GSM8K in two ways: by the requested format, and by its number only.
 
     ppo_vllm_async.py --reward_fn scripts/rewards/gsm8k.py:strict ...
 
-The first is the score, both are metrics: objective/reward/strict and objective/reward/lenient, and
-the same of evaluations. Early in a run most of what a strict score gains is the form.
+The strict grade is the score. Both grades are metrics, objective/reward/strict and
+objective/reward/lenient, and in evaluations eval/reward/strict and eval/reward/lenient. Early in a
+run, most of what a strict score gains is the format.
 """
 
 import re
@@ -12,10 +13,10 @@ from graders import grade_gsm8k
 
 
 def strict(data_source: str, response: str, ground_truth: str, extra_info: dict | None = None):
-    """A dictionary with the strict grade as its score, and both grades.
+    """Return a dictionary with the strict grade as the score, and both grades.
 
-    Strict: the number after the last "#### ", a space between them, without thousands commas, is
-    the ground truth letter for letter. (verl takes the first such number.)
+    The strict grade is 1 if the number after the last "#### " (with the space), without thousands
+    commas, is exactly the ground truth. (verl reads the first such number.)
 
     >>> strict("openai/gsm8k", "6 * 200 = 1,200. #### 1,200", "1200")
     {'score': 1.0, 'strict': 1.0, 'lenient': 1.0}

@@ -1,26 +1,26 @@
-"""Reward for following instructions that a program can check.
+"""Reward following instructions that a program can check.
 
     ppo_vllm_async.py --reward_fn scripts/rewards/if_constraints.py:compute_score ...
 
-It is the share of a row's constraints that a response meets.
+The reward is the fraction of an example's constraints that a response meets.
 
-The 25 kinds of IFEval (arXiv 2311.07911), by its names and parameters. `ground_truth`, as JSON or
-not, holds its two columns (parameters that are null count as absent, which is how the hub's rows
-come), or is the list of open-instruct's IF_multi_constraints, as JSON, as Python's text or not;
-where that has kinds that are not IFEval's, it is an error:
+There are the 25 kinds of IFEval (arXiv 2311.07911), with its names and parameters. `ground_truth`
+has IFEval's two columns, as JSON or not. Parameters that are null count as missing, as in the Hub's
+rows. It can also be a list of open-instruct's IF_multi_constraints, as JSON, as Python's text or
+not, but kinds that are not IFEval's are an error:
 
     {"instruction_id_list": ["punctuation:no_comma", ...], "kwargs": [{}, ...]}
     [{"instruction_id": ["punctuation:no_comma", ...], "kwargs": [null, ...]}]
 
-The rules are those of IFEval's strict accuracy, quirks included: an empty response meets nothing;
-bold text counts as highlighted; a text of which no language can be told is of the language asked
-for, and a short one in capitals is often taken for another than its own. Where this file differs:
-keywords, markers and separators are plain text (IFEval takes them as regular expressions, so that
-"C++" fails), and forbidden words may begin or end with a symbol; a missing parameter is an error
-(there it is drawn at random); and sentences are split by NLTK's Punkt rules with the list of
-abbreviations below instead of its trained model, which is a download.
+The rules are those of IFEval's strict accuracy, including its quirks. An empty response meets
+nothing. Bold text counts as highlighted. A text whose language cannot be detected counts as being
+in the requested language, and a short text in capitals is often detected as another language. This
+file differs from IFEval in three ways. Keywords, markers and separators are plain text (in IFEval
+they are regular expressions, so "C++" fails), and forbidden words can begin or end with a symbol. A
+missing parameter is an error (IFEval draws it at random). Sentences are split by NLTK's Punkt rules
+with the list of abbreviations below, instead of a trained model that must be downloaded.
 
-Needs `pip install langdetect==1.0.9 nltk==3.10.4`.
+It needs `pip install langdetect==1.0.9 nltk==3.10.4`.
 """
 
 import ast
@@ -36,7 +36,7 @@ try:
 except ImportError as error:
     raise RuntimeError(f"{error}: pip install langdetect==1.0.9 nltk==3.10.4") from None
 
-langdetect.DetectorFactory.seed = 0  # its sampling would give one text two languages
+langdetect.DetectorFactory.seed = 0  # without a seed, the result for a text is random
 RULES = PunktParameters()
 ABBREVIATIONS = """
     a.d a.m al apr assn ave b.c b.s aug blvd capt cf co col corp ct d.c dec dept dr e.g est etc feb
@@ -50,9 +50,9 @@ SENTENCES, WORDS = PunktSentenceTokenizer(RULES), NLTKWordTokenizer()
 def compute_score(
     data_source: str, response: str, ground_truth: Any, *, extra_info: Any = None
 ) -> float:
-    """The share of the constraints met.
+    """Return the fraction of the constraints that a response meets.
 
-    ValueError: a ground truth that can't be checked, with what is wrong in it.
+    Raise ValueError for a ground truth that cannot be checked.
 
     >>> truth = {
     ...     "instruction_id_list": ["punctuation:no_comma", "startend:quotation"],
@@ -67,7 +67,7 @@ def compute_score(
             known = ", ".join(sorted(CONSTRAINTS))
             raise ValueError(f"unknown constraint {name!r}; known are {known}")
         given = {key: value for key, value in (parameters or {}).items() if value is not None}
-        # A column with nulls may have made integers 3.0.
+        # In a column with nulls, integers can have become floats such as 3.0
         given |= {key: int(value) for key, value in given.items() if isinstance(value, float)}
         try:
             followed.append(CONSTRAINTS[name](response, **given) and bool(response.strip()))
@@ -77,7 +77,7 @@ def compute_score(
 
 
 def parse_ground_truth(ground_truth: Any) -> list[tuple[str, dict | None]]:
-    """(name, parameters) of each constraint."""
+    """Return (name, parameters) of each constraint."""
     truth = ground_truth
     if isinstance(truth, str):
         try:
@@ -91,7 +91,7 @@ def parse_ground_truth(ground_truth: Any) -> list[tuple[str, dict | None]]:
     names = truth.get("instruction_id_list") or truth.get("instruction_id")
     if not names or "kwargs" not in truth:
         forms = "{instruction_id_list, kwargs} or [{instruction_id, kwargs}], with a constraint"
-        raise ValueError(f"ground_truth must be {forms}; it is {str(ground_truth)[:200]}")
+        raise ValueError(f"ground_truth must be {forms}, but it is {str(ground_truth)[:200]}")
     return list(zip(names, truth["kwargs"], strict=True))
 
 
@@ -109,19 +109,19 @@ def is_in_language(text: str, language: str) -> bool:
 
 
 # ------------------------------------------------------------------------------------- constraints
-# Each takes linear time for any text. A response whose reward takes longer than
-# --reward_timeout has no score, so a policy that repeats "[" would never learn that this is wrong.
-# Hence no expression may look again, from a later start, at text that it has read to no avail.
+# Each takes linear time for any text. A response whose reward takes longer than --reward_timeout
+# has no score, so a policy that repeats "[" would never learn that this is incorrect. Therefore no
+# expression may read the same text again from a later start.
 
 
 def avoids_words(text: str, forbidden_words: list[str]) -> bool:
-    # Not between \b, which would ask for a letter after the last plus of "C++".
+    # \b would not do, because it would require a letter after the last plus of "C++"
     words = [rf"(?<!\w){re.escape(word.strip())}(?!\w)" for word in forbidden_words]
     return not any(re.search(word, text, re.IGNORECASE) for word in words)
 
 
 def number_paragraphs(text: str, num_paragraphs: int) -> bool:
-    """Paragraphs between dividers of three asterisks, between which there must be something."""
+    """Count paragraphs between dividers of three asterisks. There must be text between dividers."""
     filled = [bool(part.strip()) for part in re.split(r"\s?\*\*\*\s?", text)]
     return all(filled[1:-1]) and sum(filled) == num_paragraphs
 
@@ -129,7 +129,7 @@ def number_paragraphs(text: str, num_paragraphs: int) -> bool:
 def nth_paragraph_first_word(
     text: str, num_paragraphs: int, nth_paragraph: int, first_word: str
 ) -> bool:
-    """Paragraphs between blank lines; empty ones don't count, but do take a number."""
+    """Check a word of paragraphs between blank lines. Empty ones have a number but do not count."""
     paragraphs = [paragraph.strip() for paragraph in text.split("\n\n")]
     count = sum(bool(paragraph) for paragraph in paragraphs)
     if nth_paragraph > count or not paragraphs[nth_paragraph - 1]:
@@ -145,7 +145,7 @@ def has_postscript(text: str, postscript_marker: str) -> bool:
 
 
 def number_bullets(text: str, num_bullets: int) -> bool:
-    """Lines that start with one asterisk, or with a dash."""
+    """Count lines that start with one asterisk or a dash."""
     asterisks = re.findall(r"^[^\S\n]*\*[^\*].*$", text, re.MULTILINE)
     dashes = re.findall(r"^[^\S\n]*-.*$", text, re.MULTILINE)
     return len(asterisks + dashes) == num_bullets
@@ -163,7 +163,7 @@ def number_sections(text: str, section_spliter: str, num_sections: int) -> bool:
 
 
 def has_title(text: str) -> bool:
-    """Text in double angular brackets, from the first to the last ones of a line."""
+    """Find text in double angular brackets, from the first to the last brackets of a line."""
     for line in text.split("\n"):
         start, end = line.find("<<"), line.rfind(">>")
         if 0 <= start < end - 2 and line[start:end].lstrip("<").rstrip(">").strip():
@@ -231,7 +231,7 @@ CONSTRAINTS = {
         text.strip().strip('"').lower().endswith(end_phrase.strip().lower())
     ),
     "startend:quotation": is_quoted,
-    # Words as NLTK splits them: COVID-19 is one, NASA's is two
+    # Words are as NLTK splits them: COVID-19 is one, NASA's is two
     "change_case:capital_word_frequency": lambda text, capital_frequency, capital_relation: compare(
         sum(word.isupper() for word in WORDS.tokenize(text)), capital_relation, capital_frequency
     ),

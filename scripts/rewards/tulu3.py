@@ -1,12 +1,12 @@
-"""Reward for the constraints of Tulu 3's last stage, one to a prompt.
+"""Reward the constraints of Tulu 3's last stage, one per prompt.
 
     ppo_vllm_async.py --reward_fn scripts/rewards/graders.py:compute_score ...
 
-grades all of that stage, GSM8K and MATH as well, and asks this file about rows of `ifeval`. Their
-ground truth is JSON, which names a function of open-instruct and its parameters:
-{"func_name": "validate_end", "end_phrase": "That is all."}. What these ask for is in the table
-below. Where IFEval has the same constraint, if_constraints.py checks it; in details
-(bold text, empty paragraphs) that differs from open-instruct's functions.
+grades this whole stage, including GSM8K and MATH, and calls this file for examples of `ifeval`.
+Their ground truth is JSON with a function of open-instruct and its parameters, such as
+{"func_name": "validate_end", "end_phrase": "That is all."}. The table below has these functions. If
+IFEval has the same constraint, if_constraints.py checks it, which differs from open-instruct's
+functions in details (bold text, empty paragraphs).
 """
 
 import json
@@ -14,11 +14,11 @@ import re
 from typing import Any
 
 import if_constraints as ifeval
-from graders import compute_score  # noqa: F401  as runs of before name it
+from graders import compute_score  # noqa: F401  because earlier runs name it in this file
 
 
 def quantity(count: int, truth: dict, tolerance: int) -> bool:
-    """Whether a count is at least, at most or around N, by the quantifier of a ground truth."""
+    """Return whether a count is at least, at most or around N, by the ground truth's quantifier."""
     wanted = truth["N"]
     return {
         "at least": count >= wanted,
@@ -28,7 +28,7 @@ def quantity(count: int, truth: dict, tolerance: int) -> bool:
 
 
 def tenth(truth: dict) -> int:
-    """A tenth of N, or 1."""
+    """Return a tenth of N, but at least 1."""
     return max(1, round(truth["N"] / 10))
 
 
@@ -79,9 +79,9 @@ RULES = {
 
 
 def grade_constraint(response: str, ground_truth: Any) -> float:
-    """1.0 for a met constraint, else 0.0; an empty response meets none.
+    """Return 1.0 if the constraint is met, else 0.0. An empty response meets none.
 
-    ValueError: a ground truth that names none.
+    Raise ValueError if the ground truth does not name a constraint.
 
     >>> truth = '{"func_name": "validate_word_constraint", "N": 10, "quantifier": "around"}'
     >>> grade_constraint("Nine words are near enough to ten of them.", truth)
@@ -92,5 +92,5 @@ def grade_constraint(response: str, ground_truth: Any) -> float:
     truth = json.loads(ground_truth) if isinstance(ground_truth, str) else ground_truth
     name = truth.get("func_name") if isinstance(truth, dict) else None
     if name not in RULES:
-        raise ValueError(f"{name!r} is none of {', '.join(RULES)}: {str(ground_truth)[:200]}")
+        raise ValueError(f"{name!r} is not one of {', '.join(RULES)}: {str(ground_truth)[:200]}")
     return float(bool(response.strip()) and RULES[name](response.strip(), truth))

@@ -1,4 +1,4 @@
-"""Rewards of tasks that others have published figures of (scripts/train/README.md)."""
+"""Reward the tasks for which others have published figures (scripts/train/README.md)."""
 
 from difflib import SequenceMatcher
 
@@ -8,7 +8,7 @@ from graders import grade_math
 def reverse_text(
     data_source: str, response: str, ground_truth: str, extra_info: dict | None = None
 ):
-    """How much of the text is there backwards, between its tags: difflib's ratio, as in prime-rl's.
+    """Return how similar the text between the tags is to the reversed one, as prime-rl does.
 
     >>> reverse_text("", "<reversed_text>cba</reversed_text>", "cba")
     1.0
@@ -21,7 +21,7 @@ def reverse_text(
 
 
 def sanity(data_source: str, response: str, ground_truth: str, extra_info=None) -> float:
-    """1.0 where the last box behind the one end of thinking is right, by math-verify.
+    """Return 1.0 if thinking ends exactly once, and the last box after it is correct.
 
     >>> sanity("", r"It may be 2.</think> So \\boxed{3}", "3"), sanity("", r"\\boxed{3}", "3")
     (1.0, 0.0)

@@ -1,10 +1,9 @@
-"""Runs `accelerate launch` for a recipe. When that is stopped or fails, the last line that is
-printed says which step is saved, and the whole command that resumes the run.
+"""Run `accelerate launch` for a recipe, and print how to resume if it is stopped or fails.
 
     python scripts/train/launch.py RECIPE [FLAG ...] -- [WORD ...]
 
 RECIPE and the FLAGs are what was typed. The WORDs are the launcher's options, the script and its
-flags.
+flags. The last line says which step is saved, and has the whole command that resumes the run.
 """
 
 import contextlib
@@ -26,7 +25,7 @@ OF_RUN = "run_name", "resume_from_checkpoint"
 
 
 def resuming(typed: list[str], run_name: str) -> list[str]:
-    """What was typed, with the flags that resume the run of this name in place of its own.
+    """Return what was typed, with flags that resume the run of this name instead of its own.
 
     >>> resuming(["a.sh", "--run-name=old", "--seed", "2"], "mine")
     ['a.sh', '--seed', '2', '--run_name', 'mine', '--resume_from_checkpoint', 'latest']
@@ -56,7 +55,7 @@ def last_line(typed: list[str], launched: list[str], run_dir: Path) -> str:
 
 
 def die_with_parent():
-    """The launcher dies with this process, and its scripts die with the launcher."""
+    """Make the launcher end with this process. Its scripts end with the launcher."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1 is PR_SET_PDEATHSIG
 
 
@@ -87,7 +86,7 @@ def main():
         print(last_line(typed, launched, Path(run_dir)), flush=True)
     elif received:
         print("Nothing is saved, because the run had not begun", flush=True)
-    if signal.SIGINT in received:  # so that a loop of a shell ends as well
+    if signal.SIGINT in received:  # so that a loop in a shell ends as well
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
     sys.exit(status if status >= 0 else 128 - status)

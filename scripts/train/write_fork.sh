@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Writes a fork beside the scripts, for a recipe that launches it: bash scripts/train/write_fork.sh NAME FILE
-# It is written again each time, from the script as it is now, unless you have changed FILE.
+# Write a fork beside the scripts, for a recipe that launches it: bash scripts/train/write_fork.sh NAME FILE
+# It is written again each time from the current script, unless you have changed FILE.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 as_written=output/.$2  # a copy of what was written last
 if [ -f "$2" ] && ! cmp -s "$2" "$as_written"; then
-  echo "$2 was not written here, or was changed since: it runs as it is, and may be of an older commit." \
-    "Move it away to have it written again."
+  echo "$2 was changed or was not written by this recipe, so it runs as it is, and it can be of an older commit." \
+    "Move it to have it written again."
   exit
 fi
 rm -f "$2"

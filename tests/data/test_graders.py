@@ -163,7 +163,7 @@ def test_numbers_and_sorting(grader):
     for truth in ("a dozen", "1/2", "", None):  # which no answer can equal
         with pytest.raises(ValueError, match=r"must be a number|could not convert"):
             grader.compute_score("openai/gsm8k", "", truth)
-    with pytest.raises(NotImplementedError, match=r"no/such.*gsm8k.*math.*--reward_fn"):
+    with pytest.raises(NotImplementedError, match=r"(?i)no/such.*gsm8k.*math.*--reward_fn"):
         grader.compute_score("no/such", "1", "1")
 
 
@@ -238,5 +238,5 @@ def test_constraints_of_both_kinds_are_graded():
     for truth in (of_ifeval, of_tulu, json.dumps(of_ifeval), json.dumps(of_tulu)):
         scores = [graders.compute_score("ifeval", text, truth) for text in ("a b", "a, b", "")]
         assert scores == [1.0, 0.0, 0.0]
-    with pytest.raises(ValueError, match="'rhymes' is none of"):
+    with pytest.raises(ValueError, match="'rhymes' is not one of"):
         graders.compute_score("ifeval", "a", '{"func_name": "rhymes"}')

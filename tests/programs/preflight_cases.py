@@ -252,7 +252,7 @@ ONE_PROCESS = EIGHT | {"num_processes": 8, "config_file": ONE_GPU}
 PAIRS_OF_FSDP = {"config_file": SHARDED, "local_mini_batch_size": 8}
 LEARNER = {"vllm_gpus": "1", "micro_batch_tokens": 32_512, "response_length": 500}
 LEARNER |= {"gradient_checkpointing": False, "num_gpus": 2, "gpu_memory": 2.25}
-HELP = "a learner needs about 0.3 GiB of its GPU, and has 0.2 GiB; this fits: | "
+HELP = "a learner needs about 0.3 GiB of its GPU, but can use 0.2 GiB; this fits: | "
 HELP += "--gradient_checkpointing (learner: 0.1 GiB of 0.2 GiB)"
 
 
@@ -341,8 +341,8 @@ MISTAKES = {
     "not a number": ({"beta": "nan"}, "--beta is nan"),
     # The launch
     "below a file": ({"output_dir": MODEL / "config.json" / "x"}, "no folder to write to", EVERY),
-    "too few GPUs": ({"num_gpus": 2, "num_processes": 4}, "4 learners | a machine has 2"),
-    "no such GPU": ({"num_gpus": 8, "vllm_gpus": "7 8"}, "--vllm_gpus (7, 8) | a machine has 8"),
+    "too few GPUs": ({"num_gpus": 2, "num_processes": 4}, "4 learners | a node has 2"),
+    "no such GPU": ({"num_gpus": 8, "vllm_gpus": "7 8"}, "--vllm_gpus (7, 8) | a node has 8"),
     "adapters in float32": ({"num_gpus": 1, "dtype": "float32"}, "--dtype bfloat16", FORKS),
     "no adapters": ({"lora_rank": 8}, "python scripts/fork.py lora | _lora.py --script"),
     "no rank": ({"lora_rank": 0}, "--lora_rank is 0; it must be at least 1", FORKS),
@@ -353,7 +353,10 @@ MISTAKES = {
     "too few for one": (placed("2", 2), "--vllm_gpus (2,) | --vllm_tensor_parallel_size (2)"),
     "engines of nobody": (placed("2 3 4"), "no more engines than learners"),
     "no GPUs for many": (ROOM | {"vllm_tensor_parallel_size": 2}, "--vllm_gpus () | (2) for each"),
-    "ranks of one process": (ONE_PROCESS, "--num_processes 8 | one_gpu.yaml starts one | ddp.yaml"),
+    "ranks of one process": (
+        ONE_PROCESS,
+        "--num_processes is 8 | one_gpu.yaml starts one | ddp.yaml",
+    ),
     "sharded pairs": (PAIRS_OF_FSDP, "if the script shards models, fsdp2.yaml", TRAINER),
     "memory": (LEARNER, HELP),
     "memory of nothing": ({"num_gpus": 1, "gpu_memory": 0.5}, "a learner needs | no flags make"),
@@ -475,7 +478,7 @@ PLANS = {
     "disk": (TEN | {"save_freq": 2}, "for 4 checkpoints | 0.3 MiB for the final model"),
     "eyes": (model(architecture("Qwen3_5ForConditionalGeneration", **SEES)), "of policy"),
     "its text model": (model(architecture("Qwen3_5ForCausalLM", **HYBRID)), "of policy"),
-    "idle GPUs": (EIGHT, "7 of a machine's 8 GPUs are not used"),
+    "idle GPUs": (EIGHT, "7 of a node's 8 GPUs are not used"),
     "two for vLLM": (SIX, "learners 6 | engines 2 | GPUs 6, 7 | of 78.0 GiB available"),
     "two machines": (NODES, "learners 12 | engines 4 | steps 130, each", PPO),
     "a shared GPU": (ONE | {"gpu_memory": 24.0}, SHARES),

@@ -199,7 +199,7 @@ PUBLISHED = {
     "rm/ppo_hh.sh": (256, 64, 400),
     "tulu3/ppo_8b.sh": (192, 192, 10_416),
 }
-NEEDS = r"^#   .*: (\d+) GiB for a learner, of the (\d+) that it may take of a GPU of (\d+)"
+NEEDS = r"^#   .*: a learner needs (\d+) GiB of the (\d+) that it can use on a GPU with (\d+) GB"
 
 
 def of_open_instruct(text, truth, **columns):

@@ -47,7 +47,7 @@ def test_command_writes_all_output_to_one_file(tmp_path):
         assert done.returncode == status and (tmp_path / "output").exists() == (status == 1)
     (report,) = (tmp_path / "output").iterdir()
     *lines, last = done.stdout.splitlines()
-    assert last == f"All of this is in output/{report.name}"
+    assert last == f"The report is output/{report.name}"
     assert report.read_text().splitlines() == lines[1:]  # the first is from before it
     assert "runs scripts/internal/gpu_check.py sync" in lines and "an error" in lines
 

@@ -277,7 +277,7 @@ def little_room(patch, size=10 << 20, where=""):
 def test_disk_is_that_of_the_machine_where_it_runs(ask, monkeypatch):
     """This one's counts where the GPUs are here, or none; else it is named, or not known."""
     little_room(monkeypatch)
-    not_checked = "the other machine's disk is not checked | --disk"
+    not_checked = "disk space was not checked | --disk"
     check_plan(ask("ppo_sync.py", cases.ONE), not_checked)
     check_mistake(ask("ppo_sync.py", cases.ONE, disk=0.01), "--output_dir | 9.5 MiB free")
     check_plan(ask("ppo_sync.py", cases.ONE, disk=1.0), "learners 1 ! checked")
@@ -322,7 +322,7 @@ def test_models_without_their_weights_are_planned_with(ask, folder, monkeypatch)
     for number, script in enumerate(("ppo_sync.py", *cases.TRAINER)):
         make = cases.model(lambda model: (model / "model.safetensors").unlink(), to=str(number))
         check_plan(
-            ask(script, make, file, cases.ONE), f"{plan_of_model} | has no weights: the plan"
+            ask(script, make, file, cases.ONE), f"{plan_of_model} | has no weights, so the plan"
         )
         with monkeypatch.context() as patch:
             patch.setattr(preflight, "is_local", lambda path: False)
@@ -486,7 +486,10 @@ def test_fork_is_checked_as_it_is(ask, folder):
     check_plan(ask(path, cases.rows(*good), my_flag="3"), said)
     answer = ask(path, cases.rows(*good, cases.truth("", **mine)))
     check_mistake(answer, "row 69: the ground truth is empty, and any answer")
-    check_mistake(ask(write_text(folder / "fork.py", "x = 1\n")), "fork.py is no script | Args")
+    check_mistake(
+        ask(write_text(folder / "fork.py", "x = 1\n")),
+        "fork.py is not one of the training scripts | Args",
+    )
 
 
 @pytest.mark.parametrize("name", ["inflight", "multiturn", "refill"])

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Set-up, then the fork multiturn (docs/ready_made_forks.md) with a tiny model and real vLLM: it learns to ask a calculator for
-# products that it cannot compute, from none right to all, in minutes, without a GPU.
-# grpo_multiturn.py is written anew, unless it was changed by hand.
-# Further flags go to it: bash scripts/train/debug/multiturn.sh --seed 2 --max_turns 1
+# Set-up, then the fork multiturn (docs/ready_made_forks.md) with a tiny model and real vLLM. The model learns to ask a
+# calculator for products that it cannot compute. Without a GPU, answers improve within minutes from none correct to all.
+# grpo_multiturn.py is written again each time, unless you have changed it.
+# Other flags are passed to it: bash scripts/train/debug/multiturn.sh --seed 2 --max_turns 1
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../../.."
 bash scripts/setup.sh

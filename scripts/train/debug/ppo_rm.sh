@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
 # Set-up, then RLHF as it was first done: a reward model from preference pairs, and PPO against it, without a GPU.
-# The policy is a worse one than ppo.sh's (it leaves two digits where they stand), and the verifiable reward is off: in
-# evaluations it counts how many held-out prompts are answered right.
-# Further flags go to PPO: bash scripts/train/debug/ppo_rm.sh --seed 2 --output_dir elsewhere
+# The policy starts worse than that of ppo.sh (it leaves two digits in place). The verifiable reward is off in training.
+# In evaluations it counts how many held-out prompts are answered correctly.
+# Other flags are passed to PPO: bash scripts/train/debug/ppo_rm.sh --seed 2 --output_dir elsewhere
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../../.."
 bash scripts/setup.sh
 .venv/bin/python scripts/train/debug/make_debug_assets.py
 reward_model=output/debug_reward_model/model
-if [ ! -d "$reward_model" ] || [ debug_assets/settings.json -nt "$reward_model" ]; then  # complete, or not there
+if [ ! -d "$reward_model" ] || [ debug_assets/settings.json -nt "$reward_model" ]; then  # a folder of this name is always complete
   rm -rf output/debug_reward_model
   bash scripts/train/debug/reward_model.sh
 fi

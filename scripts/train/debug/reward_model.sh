@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Set-up, then a reward model for the sorting task from pairs of right and wrong answers: from the debug model, without a
-# GPU, in about a minute. PPO and GRPO take it as --reward_model_path output/debug_reward_model/model.
-# Further flags go to the script: bash scripts/train/debug/reward_model.sh --seed 2 --run_name elsewhere
+# Set-up, then a reward model for the sorting task, from pairs of correct and incorrect answers. It starts from the debug
+# model and takes about a minute without a GPU. Use it as --reward_model_path output/debug_reward_model/model.
+# Other flags are passed to the script: bash scripts/train/debug/reward_model.sh --seed 2 --run_name elsewhere
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../../.."
 bash scripts/setup.sh
