@@ -49,8 +49,10 @@ CACHE = tempfile.TemporaryDirectory(prefix="datasets_of_tests_")
 os.environ["HF_DATASETS_CACHE"] = CACHE.name
 # Models are tiny. As many threads as cores would wait for each other, on a busy machine for minutes
 torch.set_num_threads(1)
-# Under nohup it is ignored, which processes inherit, and a test sends it
+# Under nohup one is ignored, and in the background of a shell the other. Processes would inherit
+# that, and tests send both
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+signal.signal(signal.SIGINT, signal.default_int_handler)
 SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]
 HANDLERS = [signal.getsignal(number) for number in SIGNALS]
 

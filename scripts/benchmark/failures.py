@@ -35,7 +35,7 @@ import fork
 RESULTS = REPO / "output/failures.jsonl"
 TASKS = "output/failures"  # each task of tasks.py has a folder there
 REWARDS = "scripts/failures/rewards.py"
-CAUGHT = "RuntimeError: vLLM's log-probabilities are off"  # check_sampler's message begins so
+CAUGHT = "RuntimeError: vLLM's log-probabilities differ"  # check_sampler's message begins so
 # In lines of results, beside the metrics that tell
 ALSO_KEPT = {"objective/scores", "eval/verifiable_correct_rate", "policy/entropy_avg"}
 

@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 script = fork.import_fork("lora", "ppo_vllm_async.py")
 FORKS = [*LORA]
 LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-LOST = "off the learner's"
+LOST = "differ from the learner's"
 # Heads of 32 numbers, which vLLM takes on a CPU; and rounding stays small
 SIZES = {"hidden_size": 64, "max_position_embeddings": 512, "initializer_range": 0.1}
 
