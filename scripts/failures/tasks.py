@@ -1,8 +1,5 @@
-"""Make tasks for failures that the sorting task cannot show.
-
-Each function writes its own folder in seconds. scripts/benchmark/failures.py calls them after it
-has made debug_assets/.
-"""
+"""Tasks for failures that the sorting task cannot show. Each function writes its own folder, in
+seconds; scripts/benchmark/failures.py calls them, and has made debug_assets/ before."""
 
 import random
 
