@@ -1049,7 +1049,7 @@ def check_shared_memory(run):
 
 
 def check_accounts(run):
-    """Refuse tracking by somebody who is not logged in, and an upload that would be refused."""
+    """Refuse tracking without a login, and an upload that would be refused."""
     if run.args.with_tracking and os.environ.get("WANDB_MODE") not in ("offline", "disabled"):
         server = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
         if not os.environ.get("WANDB_API_KEY") and not get_netrc_auth(server):

@@ -131,14 +131,14 @@ def find_files(path: Path, output: Path) -> dict[str, list[Path]]:
     files = [file for file in files if file.suffix in (".jsonl", ".parquet")]
     for file in files:
         words = re.split("[^a-z]+", file.stem.lower())
-        told = {SPLIT_WORDS[word] for word in words if word in SPLIT_WORDS}
-        if not told and len(files) == 1:
-            told = {"train"}
-        if len(told) != 1:
+        named = {SPLIT_WORDS[word] for word in words if word in SPLIT_WORDS}
+        if not named and len(files) == 1:
+            named = {"train"}
+        if len(named) != 1:
             raise ValueError(
                 f"{file.name} must have one split (train, validation, test) in its name; rename it"
             )
-        splits[told.pop()].append(file)
+        splits[named.pop()].append(file)
     if not splits:
         raise ValueError(f"--local_dataset_path {path} has no .jsonl or .parquet file")
     for split, files in splits.items():

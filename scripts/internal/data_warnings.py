@@ -207,7 +207,7 @@ def what_is_given(row):
     others: rows without it. A content is not taken away but made longer, because templates may
     refuse a message without one. A switch has a second other row with another value, because the
     row may have the value that is the template's default. An answer that ends the messages is not
-    given, and nobody reads the id of a tool's answer.
+    given, and few templates write the id of a tool's answer.
     """
     column = next(name for name in ("messages", "prompt", "chosen") if row.get(name))
     messages = row[column]
