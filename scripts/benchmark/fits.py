@@ -66,11 +66,14 @@ ROWS["eight of 80 GB"] = "8 x 80 GB"
 
 
 def largest(name, launches, rank):
-    """The largest size that fits by one of some launches, with plan.with_share of it; or None."""
+    """Return the largest size that fits by one of some launches, its flags for vLLM, and its Run.
+
+    Return None if no size fits.
+    """
     for size in reversed(SHAPES):
         for gpu_memory, file, numbers in launches:
             run = launch(name, size, gpu_memory, file, rank=rank, **numbers)
-            if (solved := plan.with_share(run)) is not None:
+            if (solved := plan.with_engine_fraction(run)) is not None:
                 return size, *solved
     return None
 

@@ -5,8 +5,6 @@ tells what is surely not meant. Rows are the dictionaries that the script has re
 """
 
 import inspect
-import json
-import os
 import re
 import unicodedata
 from pathlib import Path
@@ -74,24 +72,28 @@ def check_words(tokenizer, path, prompts):
         )
 
 
-def notes_on_files(path, read, split):
-    """Files of a local folder that could hold rows, and are not read; other splits aside."""
-    path = os.path.normpath(path)
-    if not os.path.isdir(path) or os.path.exists(os.path.join(path, "state.json")):
+def notes_on_files(folder, split):
+    """Note files of a local folder that could hold rows, and that the script does not read.
+
+    Files of other splits are left out, and so are hidden ones.
+    """
+    folder = Path(folder)
+    if not folder.is_dir() or (folder / "state.json").exists():
         return
     kinds = re.compile(r"\.(arrow|csv|jsonl?|ndjson|parquet|tsv|txt)(\.\w+)?$", re.IGNORECASE)
-    others = []
-    for file in sorted(Path(path).rglob("*")):
-        name = str(file.relative_to(path))
-        is_of_another_split = SPLITS.search(name) and split and split not in name
-        if kinds.search(name) and str(file) not in read and not is_of_another_split:
-            others += [name] if "/." not in f"/{name}" else []
-    page = Path(path, "README.md")
+    names = sorted(str(file.relative_to(folder)) for file in folder.rglob("*"))
+    names = [name for name in names if kinds.search(name) and "/." not in f"/{name}"]
+    read = [name for name in names if name.endswith((".jsonl", ".parquet"))]
+    if any("train" in name or "test" in name for name in read):
+        read = [name for name in read if split in name]
+    others = [name for name in names if name not in read]
+    others = [name for name in others if split in name or not SPLITS.search(name)]
+    page = folder / "README.md"
     if page.exists() and "config_name:" in page.read_text("utf-8", errors="replace"):
-        yield f"{path}: the rows of all configurations are read; see --dataset_config"
+        yield f"{folder}: the rows of all configurations are read; see --dataset_config"
     if others:
         yield (
-            f"{path}: {len(others):,} files that may hold rows are not read, first {others[0]}; "
+            f"{folder}: {len(others):,} files that may hold rows are not read, first {others[0]}; "
             f"rows are read from .jsonl and .parquet, by the split if any name has train or test"
         )
 
@@ -105,28 +107,6 @@ def notes_on_lost_rows(path, lengths, flag, limit):
         yield (
             f"{path}: of {len(lengths):,} rows {num_empty:,} are dropped as empty, and "
             f"{len(too_long):,} as longer than --{flag} {limit}{keeps}"
-        )
-
-
-def check_row(path, index, row, needs_truth):
-    """Raise a Mistake if a row that the script has refused has one of these well-known forms."""
-    where, prompt = f"{path}, row {index}", prompt_of(row)
-    messages = prompt if isinstance(prompt, list) else [prompt]
-    for message in messages:
-        if not (isinstance(message, dict) and "role" in message) and message is not prompt:
-            found = ", ".join(message) if isinstance(message, dict) else f"{message!r:.40}"
-            raise Mistake(f"{where}: a message has `role` and `content`; one has {found}")
-    if isinstance(prompt, dict):
-        raise Mistake(f"{where}: the prompt is a dictionary; write a list of messages")
-    if re.search("[\ud800-\udfff]", json.dumps(prompt, ensure_ascii=False)):
-        raise Mistake(f"{where}: the prompt has half a character, which no text may have")
-    rule = row.get("reward_model") or {}
-    # The scripts read a truth beside style "model" only in verl's HellaSwag rows, which have `eval`
-    is_of_model = rule.get("style") == "model" and not rule.get("eval")
-    if needs_truth and is_of_model and "ground_truth" in rule and "ground_truth" not in row:
-        raise Mistake(
-            f"{where}: the style in its `reward_model` is 'model', which means that its ground "
-            f"truth is not used; write 'rule'"
         )
 
 

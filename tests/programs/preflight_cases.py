@@ -221,22 +221,11 @@ TOO_SMALL = SMALL | {"vocab_size": 16, "num_labels": 1}
 TOO_SMALL = architecture("Qwen2ForSequenceClassification", **TOO_SMALL)
 JUDGE = model(TOO_SMALL, flag="reward_model_path", to="judge")
 CRITIC = model(TOO_SMALL, flag="value_model_path", to="critic")
-SYSTEM, HUMAN = {"role": "system", "content": "1"}, {"role": "human", "content": "53812="}
+SYSTEM = {"role": "system", "content": "1"}
 
 
-def write_if(condition):
-    """A template that passes over messages of which the condition is not true."""
-    text = "{% if " + condition + " %}<|user|>{{ m.content }}{% endif %}"
-    return template("{% for m in messages %}" + text + "{% endfor %}<|assistant|>")
-
-
-def passed_over(messages, template, role):
-    """A dataset with a row that the template does not write as it is; what is said of it."""
-    words = f"row 70: | the chat template leaves out the message of the '{role}'"
-    return together(last(prompt=messages), template), words
-
-
-TO_USERS, TO_FIRST = write_if("m.role == 'user'"), write_if("loop.first")
+TO_USERS = "{% if m.role == 'user' %}<|user|>{{ m.content }}{% endif %}"
+TO_USERS = template("{% for m in messages %}" + TO_USERS + "{% endfor %}<|assistant|>")
 COUNTS = template("<|user|>{{ messages | length }}=")
 ROOM = {"num_processes": 2, "num_gpus": 8, "gpu_memory": 80.0}  # two learners
 
@@ -252,7 +241,7 @@ ONE_PROCESS = EIGHT | {"num_processes": 8, "config_file": ONE_GPU}
 PAIRS_OF_FSDP = {"config_file": SHARDED, "local_mini_batch_size": 8}
 LEARNER = {"vllm_gpus": "1", "micro_batch_tokens": 32_512, "response_length": 500}
 LEARNER |= {"gradient_checkpointing": False, "num_gpus": 2, "gpu_memory": 2.25}
-HELP = "a learner needs about 0.3 GiB of its GPU, but can use 0.2 GiB; this fits: | "
+HELP = "a learner needs about 0.3 GiB of its GPU, but can use 0.2 GiB; with these flags it fits: | "
 HELP += "--gradient_checkpointing (learner: 0.1 GiB of 0.2 GiB)"
 
 
@@ -272,7 +261,7 @@ MISTAKES = {
     ),
     "no truth": (rows(ROW, ROW | {"reward_model": {}}), "row 1: | `ground_truth` | docs/data.md"),
     "no folder": ({"model_name_or_path": "x/y/z"}, "--model_name_or_path x/y/z: no such", EVERY),
-    "a mixture": (model(MIXTURE), "is a mixture of experts, whose syncs failed"),
+    "a mixture": (model(MIXTURE), "is a mixture of experts, whose weight sync failed"),
     "reward fails late": (together(LATER, rows(*UP_TO_70)), "row 68: | answer '68' | ZeroDivision"),
     # Data
     "empty": (rows(), "data.jsonl | empty", EVERY),
@@ -281,29 +270,13 @@ MISTAKES = {
         "row 70: the prompt is the text of",
         EVERY,
     ),
-    "truth that is not used": (
-        rows(ROW, truth("5", reward_model={"style": "model", "ground_truth": "5"})),
-        "row 1: the style in its `reward_model` is 'model', | write 'rule'",
-    ),
-    "messages of ShareGPT": (
-        last(prompt=[{"from": "human", "value": "1="}]),
-        "row 70: a message has `role` and `content`; one has from, value",
-        EVERY,
-    ),
-    "messages as columns": (
-        last(prompt={"role": ["user"], "content": ["1="]}),
-        "row 70: the prompt is a dictionary",
-        SCRIPTS,
-    ),
-    "half a character": (last(prompt="1\ud83d="), "row 70: the prompt has half a char", EVERY),
-    "a list of all rows": (rows([ROW, ROW]), "--dataset | row 0 is no JSON object", EVERY),
     "rows of another format": (table, "--dataset | read from .jsonl and .parquet files", EVERY),
     "parts": (last(prompt=PARTS), "row 70: a content is a list of parts", EVERY),
-    "role that is not known": passed_over([HUMAN], TO_USERS, "human"),
-    "system passed over": (*passed_over([SYSTEM, ASK], TO_USERS, "system"), EVERY),
-    "system at the end": (*passed_over([ASK, SYSTEM], TO_USERS, "system"), EVERY),
-    "user passed over": passed_over([SYSTEM, ASK], TO_FIRST, "user"),
-    "parts passed over": passed_over(PARTS, write_if("m.content is string"), "user"),
+    "system passed over": (
+        together(last(prompt=[SYSTEM, ASK]), TO_USERS),
+        "row 70: | the chat template leaves out the message of the 'system'",
+        EVERY,
+    ),
     "all passed over": (together(COUNTS, last()), "row 0: | leaves out the message of the 'user'"),
     "words are lost": (prompts("1 2 3 4 5="), "the spaces between | TokenizersBackend"),
     "too few pairs": ({"local_mini_batch_size": 80}, "0 updates of 80 | --num_train_ep", TRAINER),
@@ -313,26 +286,29 @@ MISTAKES = {
         "--dataset | no split val in their names",
     ),
     # Models and tokenizers
-    "no weights": (WITHOUT_WEIGHTS, "it has no weights, | model.safetensors | --num_gpus", EVERY),
-    "no tokenizer": (BARE, "--model_name_or_path | it has no tokenizer, such as", EVERY),
+    "no weights": (WITHOUT_WEIGHTS, "no weights, such as model.safetensors | --num_gpus", EVERY),
+    "no tokenizer": (BARE, "--model_name_or_path | no tokenizer, such as", EVERY),
     "another shape": (model(config(intermediate_size=7)), "down_proj.weight | [64, 7]", EVERY),
     "BERT": (model(architecture("BertForMaskedLM")), "BertForMaskedLM | decoder"),
     "too few positions": ({"response_length": 512}, "--response_length | positions | 512"),
-    "ids of another": (OTHER_IDS, "--tokenizer_name_or_path | 2 of its tokens have other ids"),
+    "ids of another": (OTHER_IDS, "--tokenizer_name_or_path | misread 2 tokens"),
     "tokenizer of another": (NINE, "tokenizer | 17 | 9"),
-    "reward model of fewer ids": (JUDGE, "--reward_model_path | its vocab_size is 16, too small"),
-    "value model of fewer ids": (CRITIC, "--value_model_path | its vocab_size is 16, too", PPO),
+    "reward model of fewer ids": (JUDGE, "--reward_model_path | vocab_size is 16, too"),
+    "value model of fewer ids": (CRITIC, "--value_model_path | vocab_size is 16, too", PPO),
     "a bias": (model(architecture("PhiForCausalLM")), "the head's bias would not be trained"),
     "classifier that looks ahead": (AHEAD, "attends to later tokens", TRAINER),
     "classifier without a head": ({"reward_model_path": MODEL}, "--reward_model_path | 0 labels"),
     # Rewards and numbers
     "empty truth": (
         together(IS_IN, rows(ROW, truth(""), truth(""))),
-        "row 1: | empty, and any answer is right: '12358'",
+        "row 1: | empty, so any answer counts as correct: '12358'",
     ),
     "no reward": ({"apply_verifiable_reward": False}, "--apply_verifiable_reward, --add_r1"),
-    "warm-up alone": ({"warm_up_steps": 10, "total_episodes": 640}, "has 10 updates, and must"),
-    "warm-up of values": (WARM, "--warm_up_steps 2: the policy has 1 updates", PPO),
+    "warm-up alone": (
+        {"warm_up_steps": 10, "total_episodes": 640},
+        "must be less | which are 10; raise",
+    ),
+    "warm-up of values": (WARM, "--warm_up_steps 2 must | which are 1;", PPO),
     "a home": ({"output_dir": "~/runs"}, "--output_dir ~/runs: no shell expands ~", EVERY),
     "a home in a path": ({"dataset": "~/a.jsonl"}, "--dataset ~/a.jsonl: no shell", EVERY),
     "stop token": ({"stop_token": "<x>"}, "--stop_token <x>: the tokenizer has no such", EVERY),
@@ -347,10 +323,8 @@ MISTAKES = {
     "no adapters": ({"lora_rank": 8}, "python scripts/fork.py lora | _lora.py --script"),
     "no rank": ({"lora_rank": 0}, "--lora_rank is 0; it must be at least 1", FORKS),
     "a learner's GPU": (placed("1 2"), "--vllm_gpus (1, 2) | not the first 2"),
-    "GPU from behind": (placed("-1"), "must be GPUs without a learner"),
     "a GPU twice": (placed("2 2"), "--vllm_gpus (2, 2) | each named once"),
     "half an engine": (placed("2 3 4", 2), "(2, 3, 4) | --vllm_tensor_parallel_size (2) for each"),
-    "too few for one": (placed("2", 2), "--vllm_gpus (2,) | --vllm_tensor_parallel_size (2)"),
     "engines of nobody": (placed("2 3 4"), "no more engines than learners"),
     "no GPUs for many": (ROOM | {"vllm_tensor_parallel_size": 2}, "--vllm_gpus () | (2) for each"),
     "ranks of one process": (
@@ -410,7 +384,7 @@ SEES = {"text_config": HYBRID, "vision_config": EYES | {"out_hidden_size": 32}}
 
 SIX = EIGHT | {"num_processes": 6, "vllm_gpus": "6 7"}
 NODES = SIX | {"num_processes": 12, "num_machines": 2}
-SHARES = "of 14.8 GiB available | generate 64 of a step's 64 responses at once | policy"
+SHARES = "of 14.8 GiB available | generates 64 of a step's 64 responses at once | policy"
 
 PLANS = {
     # What is odd about rows and the template
@@ -439,10 +413,10 @@ PLANS = {
     "nothing": (SEVENTY, QUIET),
     "thoughts": (together(SEVENTY, THINKS), QUIET),
     # The reward
-    "debug": ({}, "learners 1 | 1 x compute_score | of debug/sorting: the ground truth scores 1"),
+    "debug": ({}, "learners 1 | 1 x compute_score | of debug/sorting the ground truth scores 1"),
     "alike": (ALIKE, "row 0, and so 18 of 18 that were tried: | no more than"),
-    "sources": (OF_ITS_OWN, "of mine/0, mine/1, | mine/9, ...: the ground truth scores 1 (1 in"),
-    "less than right": (call("return 0.95 * (text == truth)"), "18 of 18 | less than 1, which"),
+    "sources": (OF_ITS_OWN, "of mine/0, mine/1, | mine/9, ... the ground truth scores 1 (1 in"),
+    "less than right": (call("return 0.95 * (text == truth)"), "18 of 18 | less than 1, so"),
     "files of no split": (files("train.jsonl algebra.jsonl a.csv"), "2 files | first a.csv;"),
     "files of other splits": (
         files("train.jsonl test.jsonl dev/0.parquet"),
@@ -451,17 +425,17 @@ PLANS = {
     "files that are no rows": (files("a.jsonl b.jsonl .x/a.jsonl info.md"), "70 prompts ! are not"),
     "more than there are": (
         MANY,
-        "40 epochs of the 4 prompts | takes 16 prompts, but there are 4",
+        "epochs 40 of the 4 prompts | takes 16 prompts, but there are 4",
     ),
-    "enough": (SEVENTY, "epochs of the 70 prompts ! takes"),
+    "enough": (SEVENTY, "of the 70 prompts ! takes"),
     # Empty truths are let be where a source has no others
     "judged": (
         together(call("return len(text)"), JUDGED),
-        "examples of judged: the ground truth scores",
+        "examples of judged the ground truth scores",
     ),
     "a rule": (
         rows(*[truth('{"N": 3}')] * 64),
-        "64 of 64 | Of test cases or constraints ! have it",
+        "64 of 64 | Ignore this for test cases ! have it",
     ),
     # Steps, flags, models, and the launch
     "steps": (TEN, "steps 10, each on | 16 tokens | 10, which are 1 per step, each on 64"),
@@ -473,7 +447,7 @@ PLANS = {
     "flags": (NOTHING_ALONE, "--penalty_reward_value does nothing | --r1_style_format_reward does"),
     "no checkpoint is due": (
         TEN | {"save_freq": 50},
-        "--save_freq 50 writes no checkpoint in 10 steps",
+        "no checkpoints, because of --save_freq 50,",
     ),
     "disk": (TEN | {"save_freq": 2}, "for 4 checkpoints | 0.3 MiB for the final model"),
     "eyes": (model(architecture("Qwen3_5ForConditionalGeneration", **SEES)), "of policy"),

@@ -63,7 +63,7 @@ def test_vllm_samples_so_many_at_once_whatever_its_cache_holds(gpu_memory, most)
     run.args.vllm_gpu_memory_utilization = 0.97
     run.args.response_length, run.args.local_rollout_batch_size = 64, 1000
     assert plan.responses_at_once(run) == most
-    assert any(f"at most {most:,} at once" in line for line in plan.room_for_responses(run))
+    assert any(f"at most {most:,} at once" in line for _, line in plan.plan_of_engine(run))
     cache = plan.engine_needs(run, math.inf) - plan.engine_memory(run)
     assert cache == most * plan.cache_memory(run)
 
@@ -80,18 +80,19 @@ def test_vllm_samples_so_many_at_once_whatever_its_cache_holds(gpu_memory, most)
 def test_what_is_named_fits(numbers, num_gpus, names, monkeypatch):
     run = launch(*numbers)
     run.options.num_gpus = num_gpus
-    ((flags, changed),) = plan.what_fits(run)
+    flags, changed = plan.what_fits(run)
     assert names <= flags.keys() and not plan.fits(run)
     assert plan.fits(changed) and plan.fits(plan.with_changes(run, flags))
     assert changed.options.local_processes() <= num_gpus
-    typed = plan.in_flags(flags, changed)
+    typed = plan.format_flags(flags, changed)
     assert all(f"--{name} {value}" in typed for name, value in flags.items())
     monkeypatch.delattr(run.script, "fully_shard")  # as in a copy without FSDP2
-    assert all("config_file" not in flags for flags, _ in plan.what_fits(run))
+    found = plan.what_fits(run)
+    assert found is None or "config_file" not in found[0]
 
 
 def test_nothing_is_named_where_nothing_fits():
-    assert plan.what_fits(launch(PPO, "32", 24)) == []
+    assert plan.what_fits(launch(PPO, "32", 24)) is None
 
 
 # ---------------------------------------------------------------------------------------- adapters
@@ -185,7 +186,10 @@ def test_budget_is_lowered_as_little_as_makes_the_run_fit():
     run.args.vllm_gpu_memory_utilization = 0.35
     run.args.micro_batch_tokens = 131_072
     assert not plan.fits(run)
-    ((flags, changed),) = plan.what_fits(run)
+    flags, changed = plan.what_fits(run)
     tokens = flags["micro_batch_tokens"]
     assert run.max_length() < tokens < 131_072 and plan.fits(changed)
-    assert plan.with_share(plan.with_changes(run, {"micro_batch_tokens": 2 * tokens})) is None
+    assert (
+        plan.with_engine_fraction(plan.with_changes(run, {"micro_batch_tokens": 2 * tokens}))
+        is None
+    )

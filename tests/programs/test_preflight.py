@@ -26,9 +26,8 @@ import torch
 import transformers
 import yaml
 from accelerate.commands import launch as launcher
-from helpers import GRPO, LORA, REPO, SCRIPTS, modules
-from helpers.files import write_rows, write_text
-from helpers.loops import options_of
+from helpers import LORA, REPO, SCRIPTS, modules
+from helpers.files import write_text
 from helpers.processes import environment
 from internal import model_paths
 
@@ -136,18 +135,6 @@ def test_checkpoint_is_told_or_planned_with(name, script, ask, folder):
     check_answer(ask(script, cases.options_of_run(folder, script), step, make), words)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_checkpoint_that_a_script_has_written_is_good(script, ask, few_prompts, run_main, folder):
-    changes = {"output_dir": folder, "eval_dataset": few_prompts / "test.parquet", "save_freq": 1}
-    changes |= {"kl_estimator": "kl1"} if script in GRPO else {}
-    run_main(script, **changes)
-    options = options_of(script, few_prompts, folder) | changes
-    options["resume_from_checkpoint"] = "latest"
-    check_plan(ask(script, options), "resumes | run/checkpoints/step_2")
-    check_mistake(ask(script, options, seed=7), "seed was")
-
-
 def test_each_part_tells_its_first_mistake_after_the_plan(ask):
     options = {"seed": -1, "beta": -1, "dataset": "no.jsonl", "attn_implementation": "none"}
     status, plan, mistakes = ask("ppo_sync.py", options)
@@ -175,7 +162,6 @@ FLAGS_OF_MODELS = ["model_name_or_path", "tokenizer_name_or_path", "reward_model
 FLAGS_OF_MODELS += ["value_model_path"]
 HARMS = {
     "cut short": lambda file: file.write_bytes(file.read_bytes()[:-9]),
-    "half is there": lambda file: file.write_bytes(file.read_bytes()[: file.stat().st_size // 2]),
     "pointer": lambda file: file.write_bytes(model_paths.POINTER + b".github.com/spec/v1\n"),
     "broken link": lambda file: file.unlink() or file.symlink_to("blobs/0123"),
 }
@@ -184,21 +170,14 @@ HARMS = {
 @pytest.mark.parametrize("flag", FLAGS_OF_MODELS)
 @pytest.mark.parametrize("harm", HARMS)
 def test_model_with_a_damaged_file_is_told_once_and_by_its_flag(flag, harm, ask):
-    """Several parts read it, and what transformers says leads nowhere."""
+    """Several checks read it, and transformers' own words for the last two lead nowhere."""
     files = ["tokenizer.json"]  # of whose folder no other file is needed
     files += ["config.json"] * (flag != "tokenizer_name_or_path")
     files += ["model.safetensors"] * (flag == "model_name_or_path")
     for name in files:
         make = cases.model(lambda folder, name=name: HARMS[harm](folder / name), flag=flag, to=name)
         answer = ask("ppo_sync.py", make)
-        check_mistake(answer, f"--{flag} | {name}: {name} is")
-
-
-def test_whole_files_are_not_called_damaged(assets, folder):
-    rows = write_rows(folder / "rows.parquet", [cases.ROW])
-    assert model_paths.trouble_with_files(*(assets / "model").iterdir(), rows) == ""
-    rows.write_bytes(rows.read_bytes()[:-1])
-    assert "rows.parquet is cut short" in model_paths.trouble_with("dataset", str(rows))
+        check_mistake(answer, f"--{flag}" + f" | {name}: {name} is" * (harm != "cut short"))
 
 
 def test_model_below_the_folder_is_found(assets, folder):
@@ -260,7 +239,7 @@ def test_default_file_of_accelerate_is_read_as_by_its_launcher(ask, folder, monk
     for kind, script in zip(kinds, cases.EVERY, strict=True):
         config = {"distributed_type": kind, "fsdp_config": {"fsdp_version": 1}}
         write_text(path, yaml.dump(config))
-        check_mistake(ask(script), f"reads {path} | --config_file scripts/accelerate/one_gpu.yaml")
+        check_mistake(ask(script), f"{path} asks | --config_file scripts/accelerate/one_gpu.yaml")
         check_plan(ask(script, config_file=cases.ONE_GPU), "learners 1")
 
 
@@ -331,7 +310,7 @@ def test_models_without_their_weights_are_planned_with(ask, folder, monkeypatch)
 
 def test_memory_is_the_sum_of_its_parts(ask):
     _, said, _ = ask("ppo_sync.py", vllm_gpus="2", num_processes=2, num_gpus=3, gpu_memory=80.0)
-    whole, of_vllm = re.search(r"memory .* about ([\d.]+) MiB", said), said.index("vLLM needs")
+    whole, of_vllm = re.search(r"memory .* about ([\d.]+) MiB", said), said.index("  vLLM ")
     parts = re.findall(r"^ +([\d.]+) MiB  ", said[:of_vllm], re.MULTILINE)
     assert len(parts) >= 5
     assert sum(map(float, parts)) == pytest.approx(float(whole[1]), abs=0.3)  # as it is rounded
@@ -409,20 +388,14 @@ def test_head_that_policy_model_reads_wrongly_is_refused(kind, changes, forgotte
         CHECK_HEAD(wrong)
 
 
-LACKS = "ModuleNotFoundError: No module named "
-ANSWERS = {
-    "no such architecture": "vLLM cannot serve a Qwen2ForCausalLM: no such architecture",
-    f"{LACKS}'torchvision'": "a Qwen2ForCausalLM does not run on CPUs: | imports torchvision",
-}
-
-
 def test_model_that_vllm_has_not_is_refused(ask, monkeypatch):
-    for answer, words in ANSWERS.items():
-        monkeypatch.setattr(preflight, "ask_vllm", lambda *_, answer=answer: answer)
-        check_mistake(ask("ppo_sync.py"), words)
-    not_asked = "vLLM here was not asked whether it has the model"
+    monkeypatch.setattr(preflight, "ask_vllm", lambda *_: "no such architecture")
+    check_mistake(ask("ppo_sync.py"), "vLLM cannot serve a Qwen2ForCausalLM: no such architecture")
+    lacks, not_asked = "ModuleNotFoundError: No module named ", "vLLM here was not asked"
+    monkeypatch.setattr(preflight, "ask_vllm", lambda *_: f"{lacks}'torchvision'")
+    check_mistake(ask("ppo_sync.py"), f"a Qwen2ForCausalLM: {lacks}'torchvision'")
     check_plan(ask("ppo_sync.py", cases.ONE), not_asked)  # of another machine
-    monkeypatch.setattr(preflight, "ask_vllm", lambda *_: f"{LACKS}'vllm'")
+    monkeypatch.setattr(preflight, "ask_vllm", lambda *_: f"{lacks}'vllm'")
     check_plan(ask("ppo_sync.py"), not_asked)
 
 
@@ -445,11 +418,11 @@ def test_adapters_that_vllm_would_compute_wrongly_are_refused(
     variables = {"TRITON_PTXAS_PATH": assembler} if assembler else {}
     options = preflight.Options(num_gpus=1, variables=variables)
     args = SimpleNamespace(lora_rank=rank, dtype="bfloat16", learning_rate=1e-5)
-    run = SimpleNamespace(args=args, options=options, notes=[])
+    run = SimpleNamespace(args=args, options=options, warnings=[])
     refused = pytest.raises(preflight.Mistake, match="48590")
     with refused if is_refused else contextlib.nullcontext():
         preflight.check_adapters(run)
-    assert run.notes == []
+    assert run.warnings == []
 
 
 # ---------------------------------------------------------------------------------- forks, rewards
@@ -481,11 +454,11 @@ def test_fork_is_checked_as_it_is(ask, folder):
     path = write_text(folder / "plan.py", text)
     mine = {"data_source": "mine"} | cases.IMAGE
     good = [cases.truth(f"{number}", **mine) for number in range(69)]
-    said = "Plan of plan.py | mine: the ground truth scores 1 | no attribute "
+    said = "Plan of plan.py | mine the ground truth scores 1 | no attribute "
     said += "'gradient_checkpointing' ! nobody reads"
     check_plan(ask(path, cases.rows(*good), my_flag="3"), said)
     answer = ask(path, cases.rows(*good, cases.truth("", **mine)))
-    check_mistake(answer, "row 69: the ground truth is empty, and any answer")
+    check_mistake(answer, "row 69: the ground truth is empty, so any answer")
     check_mistake(
         ask(write_text(folder / "fork.py", "x = 1\n")),
         "fork.py is not one of the training scripts | Args",
@@ -496,7 +469,7 @@ def test_fork_is_checked_as_it_is(ask, folder):
 def test_reward_of_a_fork_reads_the_answer(name, ask, write_fork):
     """The fork's Response has other fields in other places."""
     answer = ask(write_fork(name), cases.IS_IN)
-    check_plan(answer, "scores 1 (1 in | a wrong answer 0, an empty answer 0")
+    check_plan(answer, "scores 1 (1 in | an incorrect answer 0, and an empty answer 0")
 
 
 PARTS = fork.names_in(fork.DELETIONS)
@@ -516,10 +489,8 @@ def test_copy_without_parts_is_planned_as_the_script(names, ask, folder):
         if names == ("fsdp2",) and "config_file" in launch:
             check_mistake(copy, "if the script shards models")
             continue
-        assert (" writes no checkpoint in " in copy[1]) == ("resume" not in names)
-        plans = [
-            re.sub(r".* writes no checkpoint .*\n.*\n", "", plan) for _, plan, _ in (copy, script)
-        ]
+        assert (" no checkpoints, because " in copy[1]) == ("resume" not in names)
+        plans = [re.sub(r".* no checkpoints, .*\n.*\n", "", plan) for _, plan, _ in (copy, script)]
         assert (plans[0], *copy[::2]) == (plans[1], *script[::2])
         assert copy[0] == (2 if launch.get("gpu_memory") == 0.5 else 0)
 
@@ -537,7 +508,7 @@ def test_rewards_and_environments_run_in_a_process(ask, folder, write_fork):
     check_mistake(ask("ppo_sync.py", late, reward_timeout=0.5), "TimeoutError | 0.5 s")
     mine = program_of("rewards.md", r"    # my_rewards.py\n((?:    [^\n]*\n)+)")
     write_text(folder / "my_rewards.py", mine)
-    check_plan(ask("ppo_sync.py", reward_fn="my_rewards.py:score"), "a wrong answer 0")
+    check_plan(ask("ppo_sync.py", reward_fn="my_rewards.py:score"), "an incorrect answer 0")
     step = program_of("ready_made_forks.md", r"```python\n(def step.*?)```")
     write_text(folder / "tools.py", f"import re\n\n\n{step}")
     path, before = write_fork("multiturn"), threading.enumerate()
@@ -584,5 +555,7 @@ def test_script_and_reward_import_their_own_neighbours(folder):
     env.pop("PYTHONDONTWRITEBYTECODE", None)
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
     answer = done.returncode, done.stdout, done.stderr
-    check_plan(answer, "Plan of my.fork.py | scores 0.75 | a wrong answer 0, an empty answer 0")
+    check_plan(
+        answer, "Plan of my.fork.py | scores 0.75 | an incorrect answer 0, and an empty answer 0"
+    )
     assert [*folder.rglob("__pycache__")] == []
