@@ -352,7 +352,8 @@ def check_arguments(run):
         args.num_updates = 0  # so that no later check counts on them
         raise Mistake(
             f"--warm_up_steps {args.warm_up_steps} must be less than the policy's updates, which "
-            f"are {max(0, updates)}; raise --total_episodes or lower --value_warmup_steps"
+            f"are {max(0, updates)}; raise --total_episodes or lower --value_warmup_steps, if the "
+            f"script has it"
         )
     warms = ("value_warmup_steps", "value_model_path", "reward_model_path")
     if getattr(args, "lam", 1) < 1 and not any(getattr(args, name) for name in warms):
@@ -429,19 +430,16 @@ def check_tokenizers(run):
         check_token_ids(run)
     else:
         load_tokenizer(run, "model_name_or_path")
-    others = {}
-    for flag in ("reward_model_path", "value_model_path"):
-        if getattr(args, flag, None):
-            others[flag] = load_tokenizer(run, flag)
+    flags = [flag for flag in ("reward_model_path", "value_model_path") if getattr(args, flag, "")]
+    templates = {flag: load_tokenizer(run, flag).chat_template for flag in flags}
     if args.chat_template:
         with loading("chat_template", args.chat_template):
             if "{" not in Path(args.chat_template).read_text("utf-8"):
                 raise Mistake("this is not a Jinja template, because it has no {")
     tokenizer = script.load_tokenizer(args)
-    if "reward_model_path" in others:
-        template = others["reward_model_path"].chat_template
+    for flag, template in templates.items():
         if template not in (None, tokenizer.chat_template):
-            run.notes.append(f"the chat template of {args.reward_model_path} is not used")
+            run.warnings.append(f"--{flag} has another chat template, which is not used")
     stop_token = tokenizer.eos_token if run.args.stop_token == "eos" else run.args.stop_token
     if run.args.stop_token and stop_token not in tokenizer.get_vocab():
         raise Mistake(f"--stop_token {run.args.stop_token}: the tokenizer has no such token")
@@ -814,10 +812,10 @@ def check_format(run):
     if lost:
         prompt = lost[0].prompt
         run.warnings.append(
-            f"{prompt.origin}, and so {len(lost):,} of {len(responses):,}: after a prompt that "
-            f"ends with {prompt.text[-30:]!r} the response {in_r1_format(prompt, 'b')!r} completes "
-            f"the R1 format, but does not get --r1_style_format_reward, because the run reads "
-            f"{lost[0].text!r}"
+            f"{prompt.origin}, one of {len(lost):,} such rows among {len(responses):,}: the "
+            f"response {in_r1_format(prompt, 'b')!r} completes the R1 format after the prompt's "
+            f"end {prompt.text[-30:]!r}, but does not get --r1_style_format_reward, because the "
+            f"run reads {lost[0].text!r}"
         )
 
 
@@ -892,8 +890,8 @@ def warn_about_truths(run, truths, count, text):
     """Warn of ground truths, by their rows, of `count` that were tried."""
     for origin in [*truths][:1]:
         run.warnings.append(
-            f"{origin}, and so {len(truths):,} of {count:,} that were tried: the ground truth "
-            f"{truths[origin][:60]!r}, {text}"
+            f"{origin}, one of {len(truths):,} such rows among {count:,} that were tried: the "
+            f"ground truth {truths[origin][:60]!r}, {text}"
         )
 
 
@@ -913,9 +911,7 @@ def try_reward(run, workers, prompts):
     rows = rows_to_try(run, prompts)
     for prompt in rows:
         if time.perf_counter() - start > MAX_SECONDS:
-            run.warnings.append(
-                f"the reward is slow: only {count} of {len(rows):,} rows were tried"
-            )
+            run.notes.append(f"only {count:,} of {len(rows):,} rows were tried in {MAX_SECONDS} s")
             break
         count += 1
         truth = answer_in(prompt.ground_truth)
@@ -1065,7 +1061,7 @@ def check_accounts(run):
     if run.args.with_tracking and os.environ.get("WANDB_MODE") not in ("offline", "disabled"):
         server = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
         if not os.environ.get("WANDB_API_KEY") and not get_netrc_auth(server):
-            raise Mistake("--with_tracking: run `wandb login`, or set WANDB_MODE=offline")
+            raise Mistake("--with_tracking needs `wandb login`, or WANDB_MODE=offline")
     if run.args.push_to_hub:
         check_hub(run)
 

@@ -71,23 +71,20 @@ def size_of(run):
     return 2 if run.args.dtype == "bfloat16" else 4
 
 
-def rank_of(run):
-    """Return the rank of a fork's adapters (docs/adapters.md), or 0 if all weights are trained."""
-    return run.args.lora_rank
-
-
 def count_trained(run, model):
     """Count the trained parameters: all, or those of adapters (2106.09685) and of a value head.
 
     A layer W gets A of shape (rank, in_features) and B of shape (out_features, rank). The head of a
     language model gets none.
     """
-    if not rank_of(run):
+    if not run.args.lora_rank:
         return count_parameters(model)
     heads = (model.get_output_embeddings(), getattr(model, "score", None))
     layers = [m for m in model.modules() if isinstance(m, torch.nn.Linear) and m not in heads]
     features = sum(layer.in_features + layer.out_features for layer in layers)
-    return rank_of(run) * features + (model.score.weight.numel() if hasattr(model, "score") else 0)
+    return run.args.lora_rank * features + (
+        model.score.weight.numel() if hasattr(model, "score") else 0
+    )
 
 
 def trained_models(run):
@@ -111,7 +108,7 @@ def frozen_models(run):
 
 def frozen_weights(run):
     """Return the models with frozen weights. With adapters the policy is its own reference."""
-    if not rank_of(run):
+    if not run.args.lora_rank:
         return frozen_models(run)
     models = trained_models(run) | frozen_models(run)
     return {name: models[name] for name in models if name != "reference policy"}
@@ -141,7 +138,7 @@ def token_in_layer(run, model):
     if run.options.has_gpus() and size == 4 and keys < queries:
         # GPUs have no fused attention for this case, so scores exist: (rows, heads, length, length)
         attention += size * config.num_attention_heads * run.max_length()
-    if rank_of(run):  # the outputs of adapters, which are added to gate and up
+    if run.args.lora_rank:  # the outputs of adapters, which are added to gate and up
         states += inner * 2 * size
     return states + attention + inner * 4 * size  # gate, its activation, up, and their product
 
@@ -171,7 +168,7 @@ def pass_parts(run, model, rows, is_trained):
     """
     args, config, size = run.args, model.config.get_text_config(), size_of(run)
     tokens, is_sharded = rows * run.max_length(), bool(run.options.num_shards())
-    trains_head = is_trained and not rank_of(run)
+    trains_head = is_trained and not run.args.lora_rank
     layer = tokens * token_in_layer(run, model)
     saved = 0
     if is_trained:  # gradient checkpointing saves only the inputs of layers (1604.06174)
@@ -218,7 +215,7 @@ def learner_memory(run):
     shards = options.num_shards() or 1
     counts = [count_trained(run, model) for model in trained.values()]
     count = sum(counts) / shards
-    kind = "adapters" if rank_of(run) else "weights"
+    kind = "adapters" if run.args.lora_rank else "weights"
     weights = f"{kind} of {' and '.join(trained)}"
     always = {
         weights: size_of(run) * count,
@@ -235,7 +232,9 @@ def learner_memory(run):
         flags = f"--{flag} {getattr(args, flag)}"
         kind = "forward and backward passes" if is_trained else "forward passes"
         passes[f"{kind} of the {name} ({flags})"] = pass_parts(run, model, rows, is_trained)
-    if rank_of(run) and not options.has_gpus():  # with GPUs, this is in the memory of the host
+    if (
+        run.args.lora_rank and not options.has_gpus()
+    ):  # with GPUs, this is in the memory of the host
         merged = {"merged model, float32": 4 * count_parameters(run.model)}
         passes["the end, when the adapter is merged"] = merged
     name = max(passes, key=lambda name: total(passes[name]))
@@ -287,7 +286,7 @@ def engine_memory(run):
     """Return the bytes of an engine without its KV cache."""
     config, size = run.model.config.get_text_config(), size_of(run)
     weights = size * count_parameters(run.model)
-    if rank_of(run):  # max_loras is 2, so there are two versions of the adapter
+    if run.args.lora_rank:  # max_loras is 2, so there are two versions of the adapter
         weights += 2 * size * count_trained(run, run.model)
     if not run.options.has_gpus():  # VLLM_CPU_KVCACHE_SPACE, and what vLLM needs for itself
         return weights + 1.2 * GIB
@@ -341,7 +340,7 @@ def checkpoints_on_disk(run):
 
 def final_model(run):
     """Return the bytes of the final model; of adapters and the float32 model with them merged."""
-    if rank_of(run):
+    if run.args.lora_rank:
         adapters = size_of(run) * count_trained(run, run.model)
         return 4 * count_parameters(run.model) + adapters
     return size_of(run) * count_parameters(run.model)
@@ -417,8 +416,8 @@ def pass_seconds(run, model, rows, trains=False, host=0.0):
     if trains:
         again = run.args.gradient_checkpointing  # each layer is computed a second time
         # Gradients are added to those of the masters
-        added = 0 if rank_of(run) else 10 * sum(a * b for a, b in shapes) / bandwidth
-        backward = matrices * (1 if rank_of(run) else 2) + 2.5 * attention + others(*BACKWARD)
+        added = 0 if run.args.lora_rank else 10 * sum(a * b for a, b in shapes) / bandwidth
+        backward = matrices * (1 if run.args.lora_rank else 2) + 2.5 * attention + others(*BACKWARD)
         layer += backward + added + again * layer
         ops += OPS[1] + OPS_OF_NORMS[1] * has_norms + again * ops
         products, traversals = 4, 15

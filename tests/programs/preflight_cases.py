@@ -414,9 +414,12 @@ PLANS = {
     "thoughts": (together(SEVENTY, THINKS), QUIET),
     # The reward
     "debug": ({}, "learners 1 | 1 x compute_score | of debug/sorting the ground truth scores 1"),
-    "alike": (ALIKE, "row 0, and so 18 of 18 that were tried: | no more than"),
+    "alike": (ALIKE, "row 0, one of 18 such rows among 18 that | no more than"),
     "sources": (OF_ITS_OWN, "of mine/0, mine/1, | mine/9, ... the ground truth scores 1 (1 in"),
-    "less than right": (call("return 0.95 * (text == truth)"), "18 of 18 | less than 1, so"),
+    "less than right": (
+        call("return 0.95 * (text == truth)"),
+        "18 such rows among 18 | less than 1, so",
+    ),
     "files of no split": (files("train.jsonl algebra.jsonl a.csv"), "2 files | first a.csv;"),
     "files of other splits": (
         files("train.jsonl test.jsonl dev/0.parquet"),
@@ -435,7 +438,7 @@ PLANS = {
     ),
     "a rule": (
         rows(*[truth('{"N": 3}')] * 64),
-        "64 of 64 | Ignore this for test cases ! have it",
+        "64 such rows among 64 | Ignore this for test cases ! have it",
     ),
     # Steps, flags, models, and the launch
     "steps": (TEN, "steps 10, each on | 16 tokens | 10, which are 1 per step, each on 64"),
