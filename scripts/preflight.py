@@ -461,13 +461,32 @@ def check_split(path, config, split):
         raise Mistake(f"its files have no split {split} in their names; leave the split out")
 
 
-def load_dataset(run, flag):
-    """Return the Prompts or Pairs that the script makes of a dataset. Warn of odd rows.
+def load_any_length(run, source, is_eval):
+    """Return the Prompts or Pairs that the script makes of a dataset, and their lengths.
 
-    The script reads them without its limit on their length, so that the lengths of those that it
-    drops are known.
+    The script reads them without its limit, so that the lengths of those that it drops are known.
     """
-    script, args, is_trainer = run.script, copy.copy(run.args), run.trains_reward_model()
+    script, args = run.script, copy.copy(run.args)
+    try:
+        if run.trains_reward_model():
+            args.max_token_length = sys.maxsize
+            log = SimpleNamespace(print=run.warnings.append)
+            pairs = script.load_pairs(log, *source, run.tokenizer, args)
+            return pairs, [pair.length for pair in pairs]
+        args.max_prompt_token_length = sys.maxsize
+        with contextlib.redirect_stdout(io.StringIO()):
+            prompts = script.load_prompts(*source, run.tokenizer, args, is_eval)
+        return prompts, [len(prompt.token_ids) for prompt in prompts]
+    except Exception as error:
+        page = "docs/rewards.md" if run.trains_reward_model() else "docs/data.md"
+        text = describe(error)
+        text = text if source[0] in text else f"{source[0]}: {text}"
+        raise Mistake(f"{text}; {page} says what files and rows must contain") from error
+
+
+def load_dataset(run, flag):
+    """Return the Prompts or Pairs of a dataset that the run will use. Warn of odd rows."""
+    script, args, is_eval = run.script, run.args, flag == "eval_dataset"
     path, config, split = (getattr(args, flag + part) for part in ("", "_config", "_split"))
     with loading(flag, path):
         rows = script.load_rows(path, config, split)
@@ -476,41 +495,25 @@ def load_dataset(run, flag):
         if not rows:
             raise Mistake(f"no row was read of the split {split}; the dataset is empty")
     run.warnings += data_warnings.notes_on_files(os.path.join(path, config or ""), split)
+    loaded, lengths = load_any_length(run, (path, config, split), is_eval)
 
-    limit_flag = "max_token_length" if is_trainer else "max_prompt_token_length"
+    kind, empty, limit_flag = "prompts", "empty", "max_prompt_token_length"
+    if run.trains_reward_model():
+        kind, empty, limit_flag = "pairs", "empty or equal", "max_token_length"
     limit = getattr(args, limit_flag)
-    setattr(args, limit_flag, sys.maxsize)
-    printed = io.StringIO()
-    try:
-        with contextlib.redirect_stdout(printed):
-            if is_trainer:
-                log = SimpleNamespace(print=print)
-                loaded = script.load_pairs(log, path, config, split, run.tokenizer, args)
-                lengths = [pair.length for pair in loaded]
-            else:
-                is_eval = flag == "eval_dataset"
-                loaded = script.load_prompts(path, config, split, run.tokenizer, args, is_eval)
-                lengths = [len(prompt.token_ids) for prompt in loaded]
-    except Exception as error:
-        page = "docs/rewards.md" if is_trainer else "docs/data.md"
-        text = describe(error)
-        text = text if path in text else f"{path}: {text}"
-        raise Mistake(f"{text}; {page} says what files and rows must contain") from error
     kept = [row for row, length in zip(loaded, lengths, strict=True) if length <= limit]
-    num_long, num_empty = len(loaded) - len(kept), len(rows) - len(loaded)
-    run.warnings += data_warnings.notes_on_lost_rows(
-        path, [0] * num_empty + lengths, limit_flag, limit
+    num_empty, num_long = len(rows) - len(loaded), len(loaded) - len(kept)
+    lengths += [0] * num_empty
+    run.warnings += data_warnings.notes_on_lost_rows(path, lengths, limit_flag, limit)
+    dropped = f"dropped: {num_empty:,} {empty}, {num_long:,} longer than --{limit_flag} {limit}"
+    counts = (
+        f"{len(kept):,} {kind} of {path} ({dropped if num_empty + num_long else 'none dropped'})"
     )
-    dropped = f"{num_long:,} longer than --{limit_flag} {limit}, {num_empty:,} empty"
-    if is_trainer:
-        dropped += " or with equal responses"
     if not kept:
-        raise Mistake(f"{path}: no row is left; dropped are {dropped}")
-    kind = "pairs" if is_trainer else "prompts"
-    are_dropped = f"dropped: {dropped}" if num_long or num_empty else "none dropped"
-    name = "eval data" if flag == "eval_dataset" else "train data"
-    run.data_lines.append((name, f"{len(kept):,} {kind} of {path} ({are_dropped})"))
-    if flag == "eval_dataset" and not is_trainer and 0 < args.num_eval_prompts < len(kept):
+        raise Mistake(f"--{flag} {path}: {counts}")
+    run.data_lines.append(("eval data" if is_eval else "train data", counts))
+
+    if is_eval and kind == "prompts" and 0 < args.num_eval_prompts < len(kept):
         drawn = script.draw_prompts(len(kept), 0, args.num_eval_prompts, seed=0)
         kept = [kept[index] for index in drawn]
     rows = [script.plain_values(row) for row in rows]
@@ -878,21 +881,10 @@ def answer_in(ground_truth):
 
 
 LOW_SCORES = (
-    "bare, in \\boxed{} and in the R1 format, scores no more than an incorrect or an empty answer. "
-    "Does a correct answer have another form? Ignore this for test cases and constraints"
+    ", bare, in \\boxed{} and in the R1 format, scores no more than an incorrect or an empty "
+    "answer. Does a correct answer have another form? Ignore this for test cases and constraints"
 )
-PARTIAL_SCORES = (
-    "scores less than 1, so it does not count as correct; see `right` in docs/rewards.md"
-)
-
-
-def warn_about_truths(run, truths, count, text):
-    """Warn of ground truths, by their rows, of `count` that were tried."""
-    for origin in [*truths][:1]:
-        run.warnings.append(
-            f"{origin}, one of {len(truths):,} such rows among {count:,} that were tried: the "
-            f"ground truth {truths[origin][:60]!r}, {text}"
-        )
+PARTIAL_SCORES = " scores less than 1, so it does not count as correct (docs/rewards.md)"
 
 
 def try_reward(run, workers, prompts):
@@ -933,8 +925,12 @@ def try_reward(run, workers, prompts):
             low[prompt.origin] = truth
         elif all(each.reward_metrics.get("right", each.verifiable) < 1 for each in responses[:3]):
             partial[prompt.origin] = truth
-    warn_about_truths(run, low, count, LOW_SCORES)
-    warn_about_truths(run, partial, count, PARTIAL_SCORES)
+    for truths, text in ((low, LOW_SCORES), (partial, PARTIAL_SCORES)):
+        for origin in [*truths][:1]:
+            run.warnings.append(
+                f"{origin}, one of {len(truths):,} such rows among {count:,} that were tried: the "
+                f"ground truth {truths[origin][:60]!r}{text}"
+            )
     return sources
 
 
@@ -1086,18 +1082,15 @@ def check_hub(run):
         ) from error
     owners = [login["name"], *(team["name"] for team in login.get("orgs", []))]
     owner, slash, _ = repo.rpartition("/")
+    problem = ""
     if branch and (not re.fullmatch(r"\w[\w.+=/-]*", branch) or ".." in branch):
-        raise Mistake(
-            f"--push_to_hub: {branch!r} cannot be a branch; give another --run_name or "
-            f"--hf_repo_revision"
-        )
-    if slash and owner not in owners:
-        raise Mistake(
-            f"--push_to_hub: this login cannot write to {repo}, only to repositories of "
-            f"{' and '.join(owners)}"
-        )
-    if login.get("auth", {}).get("accessToken", {}).get("role") == "read":
-        raise Mistake("--push_to_hub: this token may only read; make one that may write")
+        problem = f"{branch!r} cannot be a branch; give another --run_name or --hf_repo_revision"
+    elif slash and owner not in owners:
+        problem = f"this login can write only to repositories of {' and '.join(owners)}"
+    elif login.get("auth", {}).get("accessToken", {}).get("role") == "read":
+        problem = "this token may only read; make one that may write"
+    if problem:
+        raise Mistake(f"--push_to_hub to {repo}: {problem}")
 
 
 # ----------------------------------------------------------------------------------------- memory

@@ -87,7 +87,7 @@ def notes_on_files(folder, split):
     if any("train" in name or "test" in name for name in read):
         read = [name for name in read if split in name]
     others = [name for name in names if name not in read]
-    others = [name for name in others if split in name or not SPLITS.search(name)]
+    others = [name for name in others if not SPLITS.search(name) or (split and split in name)]
     page = folder / "README.md"
     if page.exists() and "config_name:" in page.read_text("utf-8", errors="replace"):
         yield f"{folder}: the rows of all configurations are read; see --dataset_config"

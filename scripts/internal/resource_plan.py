@@ -320,10 +320,10 @@ def engine_needs(run, responses=1):
     return engine_memory(run) + count * cache_memory(run)
 
 
-def responses_at_once(run):
-    """Return how many responses a colocated engine generates at once, if all are the longest."""
+def responses_at_once(run, wanted):
+    """Return how many of the wanted responses an engine generates at once, if all are long."""
     room = (engine_room(run) - engine_memory(run)) / cache_memory(run)
-    return min(local_episodes(run), max_num_seqs(run), max(0, int(room)))
+    return min(wanted, max_num_seqs(run), max(0, int(room)))
 
 
 def checkpoints_on_disk(run):
@@ -362,26 +362,17 @@ def gpu_of(run):
     return memory and LIKELY[min(LIKELY, key=lambda gib: abs(gib - memory))]
 
 
-def flops_of_token(matrices, attention, has_adapters=False):
-    """Return a token's model FLOPs in a forward pass, and in forward and backward of an update.
+def flops_of(model, length):
+    """Return a token's model FLOPs in a forward pass, and in a forward and a backward pass.
 
-    The formulas are those of 2204.02311, appendix B. `matrices` is the number of parameters that
-    are multiplied, including the head. `attention` is layers x numbers of a query x length, which
-    ignores what a causal mask saves. Frozen matrices have no gradient to compute. What gradient
-    checkpointing computes a second time is not counted.
-
-    >>> flops_of_token(1000, 10), flops_of_token(1000, 10, has_adapters=True)
-    ((2040, 6120), (2040, 4120))
+    The formulas are those of 2204.02311, appendix B. All rows have this length. What a causal mask
+    saves is ignored, and what gradient checkpointing computes a second time is not counted.
     """
-    return 2 * matrices + 4 * attention, (4 if has_adapters else 6) * matrices + 12 * attention
-
-
-def flops_of(model, length, has_adapters=False):
-    """Return flops_of_token of a model for rows of this length. Adapters' own are left out."""
     config = model.config.get_text_config()
-    linear = [m for m in model.modules() if isinstance(m, torch.nn.Linear)]
+    linear = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
+    matrices = sum(module.weight.numel() for module in linear)
     attention = config.num_hidden_layers * widths(config)[0] * length
-    return flops_of_token(sum(m.weight.numel() for m in linear), attention, has_adapters)
+    return 2 * matrices + 4 * attention, 6 * matrices + 12 * attention
 
 
 def pass_seconds(run, model, rows, trains=False, host=0.0):
@@ -456,8 +447,7 @@ def sampling_seconds(run):
     args, gpus = run.args, len(run.args.vllm_gpus) * run.options.num_machines
     engines = gpus // args.vllm_tensor_parallel_size or run.options.num_processes
     rows = math.ceil(args.episodes_per_step / engines)
-    room = (engine_room(run) - engine_memory(run)) / cache_memory(run)
-    at_once = max(1, min(rows, max_num_seqs(run), int(room)))
+    at_once = max(1, responses_at_once(run, rows))
     read = cache_memory(run) * (1 - args.response_length / run.max_length() / 2)
     weights = size_of(run) * count_parameters(run.model)
     count = args.response_length * (math.ceil(rows / at_once) * weights + rows * read)
@@ -638,7 +628,8 @@ def plan_of_engine(run):
     yield "vLLM", f"needs at least {format_bytes(engine_needs(run))}, and {gets}"
     if not (run.is_colocated() and run.options.gpu_memory):
         return
-    count, wanted = responses_at_once(run), local_episodes(run)
+    wanted = local_episodes(run)
+    count = responses_at_once(run, wanted)
     length = f"{run.max_length():,} tokens with their prompts"
     yield "", f"generates {count:,} of a step's {wanted:,} responses at once, if all have {length}"
     if count == max_num_seqs(run) < wanted:
@@ -649,7 +640,8 @@ def plan_of_engine(run):
     changed = with_changes(run, {"vllm_gpu_memory_utilization": larger})
     if larger > fraction and fits(changed):
         more = f"--vllm_gpu_memory_utilization {larger:g}"
-        yield "advice", f"{more} has room for {responses_at_once(changed):,} responses at once"
+        count = responses_at_once(changed, wanted)
+        yield "advice", f"{more} has room for {count:,} responses at once"
     else:
         few = f"vLLM generates only {count:,} responses at once"
         yield "advice", f"{few}, but the learner needs the rest of the GPU; see --vllm_gpus"

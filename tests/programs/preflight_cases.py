@@ -1,4 +1,4 @@
-"""What scripts/preflight.py is asked, and what it has to answer, as tables; test_preflight.py asks.
+"""Tables of options for scripts/preflight.py, and of its answers. test_preflight.py uses them.
 
 An entry has options, or a function from a folder to them, those of the launch among them, and the
 words that its answer has, with bars between; after "!" are words that it has not. The entries are
@@ -39,7 +39,7 @@ PAIR = {"prompt": [ASK], "chosen": "12358", "rejected": "13582"}
 
 
 def good_options(folder, script):
-    """Options with which nothing is wrong; a step has 64 responses, and one update."""
+    """Return options without an error. A step has 64 responses and one update."""
     options = {"model_name_or_path": MODEL, "output_dir": folder / "output", "run_name": "run"}
     if script in TRAINER:
         return options | {"dataset": write_rows(folder / "good.jsonl", [PAIR] * 70)}
@@ -51,7 +51,7 @@ def good_options(folder, script):
 
 
 def words_of(options):
-    """Options as they are typed."""
+    """Return options as they are typed."""
     words = []
     for name, value in options.items():
         if name == "vllm_gpus":
@@ -64,7 +64,7 @@ def words_of(options):
 
 
 def call_rewards_here(monkeypatch):
-    """The preflight calls rewards in this process, which takes no seconds, and asks no vLLM."""
+    """Let the preflight call rewards in this process, which is fast, and ask no vLLM."""
     load = preflight.load_script
 
     def load_script(path):
@@ -97,7 +97,7 @@ def rows(*rows, flag="dataset"):
 
 
 def prompts(*prompts, **columns):
-    """70 rows of these prompts in turn: messages, or texts of a user."""
+    """Write 70 rows of these prompts in turn, which are messages or texts of a user."""
     messages = [text if isinstance(text, list) else [ASK | {"content": text}] for text in prompts]
     return rows(*[ROW | columns | {"prompt": each} for each in messages] * (70 // len(prompts)))
 
@@ -107,7 +107,7 @@ def truth(answer, **columns):
 
 
 def files(names):
-    """A folder as the dataset, whose files have 35 prompts each."""
+    """Write a folder as the dataset, whose files have 35 prompts each."""
 
     def make(folder):
         for name in names.split():
@@ -123,7 +123,7 @@ def table(folder):
 
 
 def call(line):
-    """A reward function of one line, below its head."""
+    """Write a reward function of one line."""
     head = "import time\ndef f(data_source, response, ground_truth, extra_info):\n"
     text = f"{head}    text, truth = response, ground_truth; {line}\n"
     return lambda folder: {"reward_fn": f"{write_text(folder / 'r.py', text)}:f"}
@@ -134,7 +134,7 @@ def template(text):
 
 
 def together(*makes):
-    """Of several builders, or options."""
+    """Join several builders or options."""
 
     def make(folder):
         return {k: v for it in makes for k, v in (it(folder) if callable(it) else it).items()}
@@ -143,7 +143,7 @@ def together(*makes):
 
 
 def model(*changes, flag="model_name_or_path", to="model"):
-    """A copy of the debug model, to whose folder all of this was done."""
+    """Copy the debug model, and apply these changes to its folder."""
 
     def make(folder):
         shutil.copytree(MODEL, folder / to)
@@ -154,7 +154,7 @@ def model(*changes, flag="model_name_or_path", to="model"):
     return make
 
 
-# What may be done to a model's folder
+# Changes of a model's folder
 
 
 def in_json(name, change):
@@ -180,7 +180,7 @@ def swap_digits(tokenizer):
 
 
 def begins_with_user(tokenizer):
-    """As Llama's tokenizers do with <s>, which their templates write, too."""
+    """Add a token to each text, as Llama's tokenizers add <s>, which their templates write too."""
     token = {"id": "<|user|>", "ids": [3], "tokens": ["<|user|>"]}
     single = [{"SpecialToken": {"id": "<|user|>", "type_id": 0}}]
     single += [{"Sequence": {"id": "A", "type_id": 0}}]
@@ -194,7 +194,7 @@ SMALL |= {"num_attention_heads": 2, "num_key_value_heads": 2}
 
 
 def architecture(name, **settings):
-    """Another one, of random weights, with the debug model's tokenizer."""
+    """Replace the model by a random one of another architecture. The tokenizer stays."""
     model_class = getattr(transformers, name)
     made = model_class.config_class(**settings or SMALL)
     return lambda folder: model_class(made).save_pretrained(folder)
@@ -207,7 +207,7 @@ WITHOUT_WEIGHTS = without("model.safetensors")
 BARE = ("tokenizer.json", "model.safetensors")  # two parts cannot read this model
 BARE = model(*(lambda folder, name=it: (folder / name).unlink() for it in BARE))
 TEN = {"total_episodes": 640}  # updates
-# The wrong answer to a row is another row's ground truth
+# The incorrect answer to a row is another row's ground truth
 IS_IN = call("return float(truth in text)")
 LATER = call("return 1.0 / (truth != '68')")
 UP_TO_70 = [truth(f"{number}") for number in range(70)]
@@ -246,7 +246,7 @@ HELP += "--gradient_checkpointing (learner: 0.1 GiB of 0.2 GiB)"
 
 
 def last(**columns):
-    """70 rows and pairs, and another."""
+    """Write 70 rows that are also pairs, and one more."""
     return rows(*[BOTH_KINDS] * 70, BOTH_KINDS | columns)
 
 
@@ -343,9 +343,9 @@ ENDS = "{% endif %}{% endfor %}"
 GENERATE = ENDS + "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 ANSWER = "<|assistant|>{{ m.content }}"
 UNPROMPTED, ENDLESS = template(USER + ANSWER + "<|end|>" + ENDS), template(USER + ANSWER + GENERATE)
-# As Qwen3's: before an answer it writes thoughts, of which there are none
+# Like Qwen3's template, it writes thoughts before an answer, although there are none
 THINKS = template(USER + "<|assistant|>= {{ m.content }}<|end|>" + GENERATE)
-# A base model: its end is another than that of its template's turns
+# A base model, whose end token is not the one that ends the turns of its template
 BASE = model(
     config(eos_token_id=0),
     in_json("generation_config.json", lambda settings: settings.update(eos_token_id=0)),
@@ -431,7 +431,7 @@ PLANS = {
         "epochs 40 of the 4 prompts | takes 16 prompts, but there are 4",
     ),
     "enough": (SEVENTY, "of the 70 prompts ! takes"),
-    # Empty truths are let be where a source has no others
+    # Empty ground truths are accepted if a source has no others
     "judged": (
         together(call("return len(text)"), JUDGED),
         "examples of judged the ground truth scores",
@@ -466,20 +466,20 @@ PLANS = {
 
 
 def options_of_run(folder, script):
-    """Of ten steps, or of eight updates of a reward model."""
+    """Return options for ten steps, or for eight updates of a reward model."""
     length = {"local_mini_batch_size": 8} if script in TRAINER else TEN
     return good_options(folder, script) | length
 
 
 def stepped(model):
-    """A model, and its optimizer after a step."""
+    """Return a model, and its optimizer after an update."""
     optimizer = ppo_sync.make_optimizer(model, ppo_sync.Args())
     optimizer.step()
     return model, optimizer
 
 
 def save_run(folder, script):
-    """A run that was interrupted in step 8, with checkpoints after 3 and 6, in output/run."""
+    """Write a run that was interrupted in step 8, with checkpoints after steps 3 and 6."""
     module = importlib.import_module(Path(script).stem)
     args = tyro.cli(module.Args, args=words_of(options_of_run(folder, script)))
     tokenizer = transformers.AutoTokenizer.from_pretrained(MODEL)

@@ -1,4 +1,4 @@
-"""The arithmetic of the preflight's plan, scripts/internal/resource_plan.py."""
+"""scripts/internal/resource_plan.py, the arithmetic of the preflight's plan."""
 
 import math
 
@@ -18,12 +18,12 @@ PPO, GRPO = "ppo_vllm_async", "grpo_vllm_async"
 
 
 def launch(name, size="0.6", gpu_memory=24, file="one_gpu.yaml", *numbers, **more):
-    """A run of Qwen3, whose models have no memory."""
+    """Return a run of Qwen3 whose models take no memory."""
     return fits.launch(name, size, gpu_memory, file, *numbers, **more)
 
 
 def tiny(layers=2, hidden=64, family="Qwen2"):
-    """A policy and a value model that have."""
+    """Return a small policy and a small value model with weights."""
     sizes = {"hidden_size": hidden, "num_hidden_layers": layers, "intermediate_size": 192}
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 4 if family == "Qwen2" else 2}
     sizes |= {"head_dim": 64} if family == "Qwen3" else {}
@@ -34,7 +34,7 @@ def tiny(layers=2, hidden=64, family="Qwen2"):
 
 
 def test_checkpoint_takes_what_is_written(tmp_path):
-    """Weights and both of AdamW's moments, but no gradients."""
+    """It contains weights and AdamW's two moments, but no gradients."""
     run = plan.with_changes(launch(PPO), {"save_freq": 2, "keep_last_n": 0})
     run.args.num_training_steps = 5
     run.model, run.value_model = tiny(hidden=256)
@@ -50,7 +50,7 @@ def test_checkpoint_takes_what_is_written(tmp_path):
     [(1, (), 2), (2, (), 3), (1, (1,), 2), (2, (2,), 2)],
 )
 def test_contexts_and_nccl_are_left_their_memory(learners, vllm_gpus, left):
-    """A GiB for each process on the GPU, and one where GPUs exchange weights or gradients."""
+    """One GiB for each process on the GPU, and one more if GPUs exchange weights or gradients."""
     numbers = (GRPO, "0.6", 24, "ddp.yaml", 1, learners, vllm_gpus)
     run = plan.with_changes(launch(*numbers), {"vllm_gpu_memory_utilization": 0.5})
     assert plan.learner_room(run) == (24 / (1 if vllm_gpus else 2) - left) * GIB
@@ -62,7 +62,7 @@ def test_vllm_samples_so_many_at_once_whatever_its_cache_holds(gpu_memory, most)
     run = launch(GRPO, "0.6", gpu_memory)
     run.args.vllm_gpu_memory_utilization = 0.97
     run.args.response_length, run.args.local_rollout_batch_size = 64, 1000
-    assert plan.responses_at_once(run) == most
+    assert plan.responses_at_once(run, 1000) == most
     assert any(f"at most {most:,} at once" in line for _, line in plan.plan_of_engine(run))
     cache = plan.engine_needs(run, math.inf) - plan.engine_memory(run)
     assert cache == most * plan.cache_memory(run)
@@ -129,7 +129,7 @@ def test_flops_of_a_token_are_those_that_torch_counts(family):
 
 
 def test_hours_are_those_of_a_step_in_turns_or_of_the_slower_side():
-    """A step of rows of 512 + 1,024 tokens, on H100s."""
+    """A step has rows of 512 + 1,024 tokens, on H100s."""
     run = launch(GRPO, "1.7", 80, "ddp.yaml", 1, 2, (2,))
     rows, args = 256, run.args
     args.episodes_per_step, args.num_training_steps = rows, 100
@@ -146,7 +146,7 @@ def test_hours_are_those_of_a_step_in_turns_or_of_the_slower_side():
 
 
 def small_step(**flags):
-    """PPO of 0.5 B, 64 responses a step, on an H200: 0.5 B is where Python is slower than a GPU."""
+    """Return PPO of 0.5 B on an H200, which can be faster than Python, with 64 responses a step."""
     run = launch(PPO, "0.5", 141)
     sizes = {"response_length": 504, "local_rollout_batch_size": 64, "local_mini_batch_size": 64}
     return plan.with_changes(run, sizes | flags)

@@ -1,4 +1,4 @@
-"""scripts/preflight.py: what is wrong is told in one line, what will be done in a plan.
+"""scripts/preflight.py prints each error in one line, and what a run will do as a plan.
 
 Nothing is written. The inputs are the tables of preflight_cases.py. A check is the same text for
 all scripts: an entry is tried with one of those that it is for, the next with the next.
@@ -38,7 +38,7 @@ CHECK_HEAD = preflight.check_head
 
 
 def each_with_a_script(table):
-    """The names of a table, each with one of its scripts."""
+    """Parametrize a test with the names of a table, each with one of its scripts."""
     params = []
     for number, (name, (_, _, *more)) in enumerate(table.items()):
         scripts = more[0] if more else SCRIPTS
@@ -48,19 +48,19 @@ def each_with_a_script(table):
 
 @pytest.fixture(autouse=True)
 def folder(assets, tmp_path_factory, monkeypatch, request):
-    """Where preflight is called. Its name has no word of a case in it, as tmp_path's would."""
+    """Change to a folder whose name, unlike that of tmp_path, has no word of a case in it."""
     folder = tmp_path_factory.mktemp("t")
     monkeypatch.chdir(folder)
     cases.call_rewards_here(monkeypatch)
     monkeypatch.setattr(preflight, "check_head", lambda run: None)
-    if "slow" in request.keywords:  # they are called in processes
+    if "slow" in request.keywords:  # these call rewards in processes
         monkeypatch.setattr(preflight, "load_script", LOAD_SCRIPT)
     with modules.put_back(["__mp_main__", "r"]):
         yield folder
 
 
 def files_of(folder):
-    """All that is in a folder, but for what Python keeps of files that it has imported."""
+    """Return the files of a folder with their contents, except Python's caches."""
     paths = [path for path in folder.rglob("*") if "__pycache__" not in str(path)]
     return {path: path.read_bytes() if path.is_file() else None for path in paths}
 
@@ -94,7 +94,7 @@ def ask(folder, import_fork, capsys):
 
 
 def check_mistake(answer, words):
-    """One line has all the words, which bars separate, and there is no other line."""
+    """Check that one line has all the words, which bars separate, and that it is the only one."""
     status, plan, mistakes = answer
     assert status == 2, plan
     assert mistakes.startswith("preflight: error: ") and mistakes.count("\n") == 1, mistakes
@@ -103,7 +103,7 @@ def check_mistake(answer, words):
 
 
 def check_plan(answer, words):
-    """Nothing is wrong. The plan has all the words, which bars separate, and none after a "!"."""
+    """Check that there is no error, and that the plan has all words before a "!" and none after."""
     status, plan, mistakes = answer
     assert (status, mistakes) == (0, ""), plan + mistakes
     in_one_line = " ".join(plan.split())
@@ -171,7 +171,7 @@ HARMS = {
 @pytest.mark.parametrize("harm", HARMS)
 def test_model_with_a_damaged_file_is_told_once_and_by_its_flag(flag, harm, ask):
     """Several checks read it, and transformers' own words for the last two lead nowhere."""
-    files = ["tokenizer.json"]  # of whose folder no other file is needed
+    files = ["tokenizer.json"]  # no other file of the folder is needed
     files += ["config.json"] * (flag != "tokenizer_name_or_path")
     files += ["model.safetensors"] * (flag == "model_name_or_path")
     for name in files:
@@ -190,7 +190,7 @@ def test_model_below_the_folder_is_found(assets, folder):
 
 
 def test_path_that_is_not_there_is_told_before_anything_is_imported(folder):
-    """With the imports and the hub it took 42 seconds."""
+    """With the imports and the Hub this took 42 seconds."""
     flags = ["--dataset=a.jsonl", "--eval-dataset", "b/c/d", "--chat_template", "chatml"]
     flags += ["--reward_fn", "r.py:f", "--model_name_or_path", "./none", "--output_dir", "none"]
     command = [sys.executable, "-X", "importtime", REPO / "scripts" / "preflight.py"]
@@ -232,7 +232,7 @@ def test_limit_that_is_named_keeps_all_rows(script, ask):
 
 
 def test_default_file_of_accelerate_is_read_as_by_its_launcher(ask, folder, monkeypatch):
-    """Where no other is named. It has started what the preflight had not looked at."""
+    """Without --config_file. Once the launcher started what the preflight had not checked."""
     path = folder / "default_config.yaml"
     monkeypatch.setattr(preflight.config_args, "default_config_file", str(path))
     kinds = ("FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA")
@@ -244,7 +244,7 @@ def test_default_file_of_accelerate_is_read_as_by_its_launcher(ask, folder, monk
 
 
 def little_room(patch, size=10 << 20, where=""):
-    """From now on a disk, or that of a path alone, has this room."""
+    """Let all disks, or only that of a path, have this much free space."""
     real = shutil.disk_usage
 
     def usage(path):
@@ -254,7 +254,7 @@ def little_room(patch, size=10 << 20, where=""):
 
 
 def test_disk_is_that_of_the_machine_where_it_runs(ask, monkeypatch):
-    """This one's counts where the GPUs are here, or none; else it is named, or not known."""
+    """If the GPUs are not on this machine, only --disk can say what is free."""
     little_room(monkeypatch)
     not_checked = "disk space was not checked | --disk"
     check_plan(ask("ppo_sync.py", cases.ONE), not_checked)
@@ -266,7 +266,7 @@ def test_disk_is_that_of_the_machine_where_it_runs(ask, monkeypatch):
 
 
 def test_shared_memory_has_little_room_for_nccl(ask, monkeypatch):
-    """Without GPUs one rank needs none: its weights go through a pipe."""
+    """One rank without GPUs needs none, because its weights go through a pipe."""
     two, free = cases.TWO | {"num_processes": 2}, "/dev/shm has only 64.0 MiB free"
     little_room(monkeypatch, 64 << 20, "/dev/shm")
     check_plan(ask("ppo_sync.py"), "learners 1")
@@ -288,14 +288,14 @@ def test_account_is_looked_at(flag, ask, folder, monkeypatch):
 
 
 def test_upload_has_its_program(ask, folder):
-    """A copied script may be without; at its end it would upload nothing, and say nothing."""
+    """A copied script without it would upload nothing at the end, and say nothing."""
     text = (REPO / "ppo_sync.py").read_text()
     lacks = "--push_to_hub needs scripts/push_to_hub.py beside the script"
     check_mistake(ask(write_text(folder / "copy.py", text), push_to_hub=True), lacks)
 
 
 def test_models_without_their_weights_are_planned_with(ask, folder, monkeypatch):
-    """For another machine, whose folders are not looked at; and from the hub, by the config."""
+    """For another machine, whose folders are not checked, and from the Hub, by the config."""
     file = {"output_dir": write_text(folder / "file", "") / "x"}
     plan_of_model = "learners 1 | AdamW's moments | 0.3 MiB for the final model"
     for number, script in enumerate(("ppo_sync.py", *cases.TRAINER)):
@@ -313,7 +313,7 @@ def test_memory_is_the_sum_of_its_parts(ask):
     whole, of_vllm = re.search(r"memory .* about ([\d.]+) MiB", said), said.index("  vLLM ")
     parts = re.findall(r"^ +([\d.]+) MiB  ", said[:of_vllm], re.MULTILINE)
     assert len(parts) >= 5
-    assert sum(map(float, parts)) == pytest.approx(float(whole[1]), abs=0.3)  # as it is rounded
+    assert sum(map(float, parts)) == pytest.approx(float(whole[1]), abs=0.3)  # because of rounding
 
 
 BY_DDP = {"config_file": "ddp.yaml", "multi_gpu": True, "num_machines": 1}
@@ -330,7 +330,7 @@ COMMANDS = [
 
 @pytest.mark.parametrize(("told", "expected"), COMMANDS, ids=str)
 def test_plan_ends_with_the_command_that_launches_it(told, expected, ask, folder, monkeypatch):
-    """The launcher understands it as the preflight has read it, and passes on every flag."""
+    """The launcher reads it like the preflight, and passes on every flag."""
     monkeypatch.setenv("HOME", str(cases.SHARDED.parent))
     options = {"local_mini_batch_size": 32, "exp_name": "it's $HOME", "temperature": 0.5}
     ask("ppo_sync.py", options, {"num_gpus": 16}, told)
@@ -354,7 +354,7 @@ def test_plan_ends_with_the_command_that_launches_it(told, expected, ask, folder
 
 @pytest.mark.slow
 def test_vllm_is_asked_whether_it_has_the_model(assets):
-    """In a process of its own, by the config that the engine would read."""
+    """In a process of its own, with the config that the engine would read."""
     config = transformers.AutoConfig.from_pretrained(assets / "model")
     assert ASK_VLLM(config, "float32") == ""
     config = transformers.Qwen3_5TextConfig(**cases.HYBRID, architectures=["Qwen3_5ForCausalLM"])
@@ -412,7 +412,7 @@ def test_model_that_vllm_has_not_is_refused(ask, monkeypatch):
 def test_adapters_that_vllm_would_compute_wrongly_are_refused(
     capability, rank, assembler, is_refused, monkeypatch
 ):
-    """NaN, or numbers that are silently off, in long prompts (vllm issue 48590)."""
+    """Long prompts give NaN, or numbers that are silently wrong (vllm issue 48590)."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     variables = {"TRITON_PTXAS_PATH": assembler} if assembler else {}
@@ -440,7 +440,7 @@ def write_fork(folder):
 
 
 def test_fork_is_checked_as_it_is(ask, folder):
-    """With its own flag, columns and reward, of which all rows are tried."""
+    """With its own flag, columns and reward, which is tried on all rows."""
     text = (REPO / "ppo_sync.py").read_text()
     rule = '    if data_source == "debug/sorting":'
     mine = '    if data_source == "mine":\n        return float(ground_truth in response)\n'
@@ -467,7 +467,7 @@ def test_fork_is_checked_as_it_is(ask, folder):
 
 @pytest.mark.parametrize("name", ["inflight", "multiturn", "refill"])
 def test_reward_of_a_fork_reads_the_answer(name, ask, write_fork):
-    """The fork's Response has other fields in other places."""
+    """The Response of a fork has other fields in another order."""
     answer = ask(write_fork(name), cases.IS_IN)
     check_plan(answer, "scores 1 (1 in | an incorrect answer 0, and an empty answer 0")
 
@@ -478,10 +478,10 @@ SETS = [names for n in range(1, len(PARTS) + 1) for names in itertools.combinati
 
 @pytest.mark.parametrize("names", SETS, ids="-".join)
 def test_copy_without_parts_is_planned_as_the_script(names, ask, folder):
-    """Its memory, its hours, and advice; but for what it cannot do."""
+    """Memory, hours and advice are the same, except for what the copy cannot do."""
     path, whole = folder / "copy.py", (REPO / "grpo_vllm_async.py").read_text()
     launches = [cases.ONE]
-    if len(names) == 1:  # nothing fits the second, whatever is tried; the third shards models
+    if len(names) == 1:  # nothing fits the second, and the third shards models
         launches += [{}, {"num_gpus": 2, "num_processes": 2, "gpu_memory": 0.5}]
         launches += [cases.EIGHT | {"num_processes": 8, "config_file": cases.SHARDED}]
     for launch in launches:
@@ -496,14 +496,14 @@ def test_copy_without_parts_is_planned_as_the_script(names, ask, folder):
 
 
 def program_of(page, pattern):
-    """What a page shows."""
+    """Return the program that a page shows."""
     (block,) = re.findall(pattern, (REPO / "docs" / page).read_text(), re.DOTALL)
     return textwrap.dedent(block)
 
 
 @pytest.mark.slow
 def test_rewards_and_environments_run_in_a_process(ask, folder, write_fork):
-    """Those that the pages show, too."""
+    """So do those that the pages show."""
     late = cases.call("time.sleep(99)")
     check_mistake(ask("ppo_sync.py", late, reward_timeout=0.5), "TimeoutError | 0.5 s")
     mine = program_of("rewards.md", r"    # my_rewards.py\n((?:    [^\n]*\n)+)")
@@ -514,7 +514,7 @@ def test_rewards_and_environments_run_in_a_process(ask, folder, write_fork):
     path, before = write_fork("multiturn"), threading.enumerate()
     check_mistake(ask(path, env_fn="tools.py:walk", max_turns=2), "no attribute 'walk'")
     check_plan(ask(path, env_fn="tools.py:step", max_turns=2), "learners 1")
-    # Else Python's end may come while it closes a pipe
+    # A thread that is left may close a pipe while Python ends
     assert [each for each in threading.enumerate() if each not in before] == []
 
 
@@ -538,7 +538,7 @@ def test_rows_that_are_tried_have_every_kind_of_truth():
 
 @pytest.mark.slow
 def test_script_and_reward_import_their_own_neighbours(folder):
-    """Of names that modules beside the preflight have. Python leaves nothing beside them."""
+    """Modules beside the preflight have the same names. Python writes nothing beside them."""
     text = (REPO / "ppo_sync.py").read_text()
     first = "import contextlib"
     text = text.replace(first, f"import internal; assert internal.IS_MINE\n{first}", 1)
