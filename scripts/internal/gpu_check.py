@@ -187,9 +187,9 @@ def plan(command):
     words += ["--config_file", "scripts/accelerate/one_gpu.yaml", *command]
     done = ask(*words, check=False, seconds=PROGRAM_LIMIT)
     figures = {"plan_gib": None}
-    if match := re.search(r"of a learner: about ([\d.]+) GiB.*", done.stdout):
+    if match := re.search(r"a learner needs about ([\d.]+) GiB.*", done.stdout):
         figures = {"plan_gib": float(match[1]), "plan": match[0]}
-    if match := re.search(r"has room for ([\d,]+) of a step's", done.stdout):
+    if match := re.search(r"generates ([\d,]+) of a step's", done.stdout):
         figures["plan_at_once"] = int(match[1].replace(",", ""))
     if done.stderr and done.returncode != 0:
         figures["plan_refuses"] = done.stderr.strip()[-ERROR_LENGTH:]

@@ -356,7 +356,7 @@ BEGINS = model(
     in_json("tokenizer_config.json", lambda settings: settings.update(bos_token="<|user|>")),
 )
 TEXTS = rows(*[ROW | {"prompt": "<|user|>1="}] * 70)
-SEEN = together(rows(*[ROW] * 70), rows(*[ROW] * 70, flag="eval_dataset"))
+SEEN = together(rows(*[ROW] * 70), rows(*[ROW] * 70, flag="eval_dataset"), {"num_eval_prompts": 5})
 TWICE = {"prompt": "1=", "chosen": "1=1", "rejected": "1=2"}
 TURNED = PAIR | {"chosen": PAIR["rejected"], "rejected": PAIR["chosen"]}
 IMAGE = {"images": [{"path": "1.png"}]}
@@ -398,7 +398,7 @@ PLANS = {
     "no end": (ENDLESS, "writes nothing after an answer"),
     "texts of a chat model": (TEXTS, "70 of 70 prompts are texts ! a second time"),
     "two begin tokens": (together(BEGINS, TEXTS), "so 70 of 70 that | adds '<|user|>' a second"),
-    "held-out prompts": (SEEN, "70 of the 70 held-out prompts are trained on"),
+    "held-out prompts": (SEEN, "on 5 prompts, and | 5 of the 5 held-out prompts are trained on"),
     "prompt in the answers": (rows(*[TWICE] * 70), "70 of 70 responses begin with their", TRAINER),
     "both orders": (rows(*[PAIR, TURNED] * 35), "70 pairs are there in both orders", TRAINER),
     "changed by the template": (REVERSED, "learners 1 ! distinct"),

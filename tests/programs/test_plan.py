@@ -1,12 +1,15 @@
 """scripts/internal/resource_plan.py, the arithmetic of the preflight's plan."""
 
 import math
+from types import SimpleNamespace
 
 import fits
+import preflight
 import preflight_cases as cases
 import pytest
 import torch
 import transformers
+from internal import gpu_check
 from internal import resource_plan as plan
 from internal.resource_plan import GIB
 from torch.distributed import checkpoint
@@ -93,6 +96,19 @@ def test_what_is_named_fits(numbers, num_gpus, names, monkeypatch):
 
 def test_nothing_is_named_where_nothing_fits():
     assert plan.what_fits(launch(PPO, "32", 24)) is None
+
+
+def test_gpu_check_finds_its_figures_in_the_plan(monkeypatch):
+    """Its patterns once had the words of an older plan, so that it compared with nothing."""
+    run = launch(GRPO)
+    run.train_rows, run.has_models = [], True
+    run.args.num_updates = run.args.num_training_steps = 10
+    printed = "\n".join(line for _, line in preflight.plan_of_memory(run))
+    done = SimpleNamespace(stdout=printed, stderr="", returncode=0)
+    monkeypatch.setattr(gpu_check, "ask", lambda *words, **options: done)
+    figures = gpu_check.plan([])
+    assert figures["plan_gib"] == pytest.approx(plan.learner_needs(run) / GIB, abs=0.1)
+    assert figures["plan_at_once"] == plan.responses_at_once(run, plan.local_episodes(run))
 
 
 # ---------------------------------------------------------------------------------------- adapters

@@ -67,10 +67,10 @@ def files_of(folder):
 
 @pytest.fixture
 def ask(folder, import_fork, capsys):
-    """ask("ppo_sync.py", {"num_gpus": 8}): status, plan and lines of the mistakes.
+    """Return ask("ppo_sync.py", {"num_gpus": 8}), which returns status, plan and errors.
 
-    Options, or a function from the folder to them, are those of the launch, too. ask.launch has
-    what follows the plan.
+    It takes options of the script and of the launch, or functions from the folder to them.
+    ask.launch is what follows the plan.
     """
 
     def ask(script, *given, **more):
@@ -106,6 +106,7 @@ def check_plan(answer, words):
     """Check that there is no error, and that the plan has all words before a "!" and none after."""
     status, plan, mistakes = answer
     assert (status, mistakes) == (0, ""), plan + mistakes
+    assert f"Errors: 0. Warnings: {plan.count('  warning ')}." in plan
     in_one_line = " ".join(plan.split())
     words, _, others = words.partition("! ")
     assert [word for word in words.strip().split(" | ") if word not in in_one_line] == [], plan
@@ -430,7 +431,7 @@ def test_adapters_that_vllm_would_compute_wrongly_are_refused(
 
 @pytest.fixture
 def write_fork(folder):
-    """write_fork("inflight"): the path of the fork, in the folder where preflight is called."""
+    """Return write_fork("inflight"), which returns the path of the fork in this folder."""
 
     def write(name):
         fork.write_fork(name, folder / "grpo_vllm_async.py")
