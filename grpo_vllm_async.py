@@ -15,7 +15,8 @@ Training step g on every rank (policy version v is the policy after v completed 
        put prompts g+1 in prompts_Q --> get prompts ----------------->  generate
     2. checkpoint                         ...                            ...
     3. scores      4. the batch           ...                            ...
-    5. forward passes  6. advantages      ...                            ...
+    5. forward passes                     ...                            ...
+    6. advantages                         ...                            ...
     7. updates                            verifiable rewards
     8. metrics, files; 9. in the last step: save the model, then the final evaluation
 
@@ -68,12 +69,14 @@ GSPO).
 By default each token has its own importance weight for the sampler, which is at most 2. In TRL, by
 default each sequence has one, which is 0 if it would be above 3.
 
-Where to make a change: Add a part of the score in score_responses. Compute advantages in step 6, by
-group_advantages. Add a term of the loss in token_losses. If it gives rows without an advantage a
-gradient, rows_with_gradient must keep them. Make a tensor that these need a field of Batch, and
-fill it in step 4, 5 or 6. Metrics come from token_losses and batch_metrics. What a resume must find
-again belongs in `state`, or in `trained_models` if it is a model. docs/changing_a_script.md has
-worked examples.
+Where to make a change (docs/changing_a_script.md has worked examples):
+    a part of the score            score_responses
+    advantages                     step 6, group_advantages
+    a term of the loss             token_losses. If it gives a gradient to rows whose advantage is
+                                   0, rows_with_gradient must keep them
+    a tensor that these need       a field of Batch, which step 4, 5 or 6 fills in
+    a metric                       the losses (for each token), or batch_metrics
+    what a resume must find again  `state`, or `trained_models` if it is a model
 
 Reading on to the banner ("The algorithm ends here") takes an hour or a little more. Look up the
 rest when you need it. If this script differs from another, tests/promise/test_scripts_agree.py
@@ -370,10 +373,9 @@ def main(args):
         check_rewards(responses)  # ends the run if the reward failed on all of them
         epochs = deal_rows(training_step, args)  # [epoch][mini_batch] -> rows
 
-        # 5. Forward passes before any update. The policy uses the micro-batches of the first epoch,
-        # because other padding would change the last bits. On a CPU all ratios of the first update
-        # are therefore exactly 1, unless rows_with_gradient leaves rows out or --compile_layers is
-        # set, which uses other kernels if gradients are needed
+        # 5. Forward passes before any update. Trained models use the micro-batches of the first
+        # epoch, because other padding would change the last bits. On a CPU all ratios of the first
+        # update are therefore exactly 1 (if no row is left out, see rows_with_gradient)
         with timed(metrics, "forward"):
             batch.logprobs, batch.entropies = forward_all(
                 accelerator, policy, batch, epochs[0], args
@@ -551,15 +553,17 @@ def accumulate_gradients(accelerator, models, batch, rows, divisor, sums, args):
 def token_losses(outputs, part, args):
     """Return the policy's loss for each token, and {metric: tensor} to log.
 
-        ratio  = new / old                      of the token's probabilities (GSPO: see below)
+        ratio  = new / old                      of the token's probabilities
         weight = min(old / sampler, tis_cap)    see importance_weights
         loss   = -min(ratio * A, clip(ratio, 1 - cliprange, 1 + cliprange_higher) * A) * weight
                  + beta * kl * new / old * weight
 
-    A is the response's advantage. GSPO's ratio and weight are geometric means over the response
-    (sequence_mean). With --loss_aggregation sequence, a loss is divided by the number of loss
-    tokens of its response. If A and beta are 0, the metrics whose names contain loss/ or clipfrac
-    must be 0 (see update_metrics).
+    A is the response's advantage. With --importance_sampling_level sequence (GSPO), the ratio in
+    the loss and the weight are geometric means over the response (sequence_mean). With
+    --loss_aggregation sequence, a loss is divided by the number of loss tokens of its response.
+
+    A fork must keep one rule, on which update_metrics relies. If A and beta are 0, all metrics
+    whose names contain loss/ or clipfrac are 0.
 
     outputs holds the policy's new log-probabilities and entropies. part is a micro-batch (a Batch),
     which holds the old ones. All tensors have the shape (rows, length).
@@ -569,21 +573,21 @@ def token_losses(outputs, part, args):
     tis_weights = importance_weights(part.logprobs, part.sampler_logprobs, mask, args)
     # Outside the mask log_ratio must be 0 before exp. Otherwise exp could be inf there, and the
     # later product of inf with the mask's 0 would be NaN
-    token_log_ratio = (new_logprobs - part.logprobs) * mask
-    log_ratio = token_log_ratio
+    log_ratio = (new_logprobs - part.logprobs) * mask
+    loss_log_ratio = log_ratio
     if args.importance_sampling_level == "sequence":
-        log_ratio = sequence_mean(token_log_ratio, mask)
+        loss_log_ratio = sequence_mean(log_ratio, mask)
     losses, clipped = policy_loss(
-        log_ratio,
+        loss_log_ratio,
         part.advantages,
         tis_weights,
         cliprange=args.cliprange,
         cliprange_higher=args.cliprange_higher,
     )
-    ratio = log_ratio.exp()
+    ratio = loss_log_ratio.exp()
     per_token = {
         "loss/policy_avg": losses,
-        "policy/approxkl_avg": token_log_ratio**2 / 2,
+        "policy/approxkl_avg": log_ratio**2 / 2,
         "policy/clipfrac_avg": clipped,
         "policy/entropy_avg": entropies,
         "val/ratio": ratio,
@@ -593,7 +597,7 @@ def token_losses(outputs, part, args):
         # With the factors new / old and weight, kl3 has the gradient of the KL itself at each
         # token, and kl1 has it on average (2510.01555; docs/grpo.md)
         kl = kl_penalty(new_logprobs * mask, part.ref_logprobs * mask, args.kl_estimator)
-        kl = kl * token_log_ratio.exp() * tis_weights
+        kl = kl * log_ratio.exp() * tis_weights
         losses = losses + args.beta * kl
         per_token["loss/kl_avg"] = kl
     if args.loss_aggregation == "sequence":  # each response counts as one token
@@ -605,9 +609,9 @@ def importance_weights(old_logprobs, sampler_logprobs, mask, args):
     """Return the importance weight of each token, which is old / sampler but at most tis_cap.
 
     It corrects for the sampler, which has other kernels (https://fengyao.notion.site/off-policy-rl)
-    and, in async mode, older weights. With --importance_sampling_level sequence each token of a
-    response has the geometric mean over the response (GSPO). With --tis_cap 0 all weights are 1.
-    The result has the shape (rows, length).
+    and, in the asynchronous scripts, older weights. With --tis_cap 0 all weights are 1.
+    With --importance_sampling_level sequence (GSPO), each token of a response has the geometric
+    mean over the response. The result has the shape (rows, length).
 
     >>> learner, sampler = torch.tensor([[-1.0, -1.0]]), torch.tensor([[-1.5, -2.0]])
     >>> importance_weights(learner, sampler, torch.ones(1, 2), Args(tis_cap=2.0))
@@ -1119,9 +1123,9 @@ class Args(Algorithm):
     attn_implementation: str = "sdpa"
     """Implementation of attention, such as sdpa, eager or flash_attention_2."""
     compile_layers: bool = False
-    """Compile the models' layers, on GPUs only. No GPU has shown the gain yet."""
+    """Compile the models' layers, on GPUs only. The gain has not been measured on a GPU yet."""
     gradient_checkpointing: bool = True
-    """compute activations again in the backward pass: less memory, a third slower"""
+    """Compute activations again in the backward pass. Less memory, but a third slower."""
     reward_model_path: str | None = None
     """Reward model, a one-label classifier with the policy's tokenizer. Unset means none."""
     reward_model_revision: str | None = None
@@ -1246,8 +1250,6 @@ def start_ranks(args):
         log_with="wandb" if args.with_tracking else None,
         kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout)],
     )
-    if args.compile_layers and accelerator.device.type == "cpu":
-        raise ValueError("--compile_layers is for GPUs: on a CPU the compiler takes minutes")
     if accelerator.num_processes == 1:
         return accelerator, None
     return accelerator, torch.distributed.new_group(backend="gloo", timeout=timeout)
@@ -1536,8 +1538,6 @@ def load_rows(path, config, split):
     if os.path.isfile(path):
         return read_file(path)
     folder = os.path.join(path, config or "")
-    if os.path.exists(os.path.join(folder, "state.json")):  # by Dataset.save_to_disk
-        return datasets.load_from_disk(folder).to_list()
     names = glob.glob("**/*.jsonl", root_dir=folder, recursive=True)
     names = sorted(names + glob.glob("**/*.parquet", root_dir=folder, recursive=True))
     if any("train" in name or "test" in name for name in names):
@@ -1567,8 +1567,7 @@ def naming_row(path, index):
     try:
         yield
     except Exception as error:
-        kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
-        raise ValueError(f"{path}, row {index}: {kind}{error}") from error
+        raise ValueError(f"{path}, row {index}: {type(error).__name__}: {error}") from error
 
 
 def uses_reward_model(args):
@@ -2429,22 +2428,18 @@ def start_reward_worker(args):
     """Start a process for --reward_fn. Return its executor, and the id of its process group."""
     context = mp.get_context("forkserver")
     executor = ProcessPoolExecutor(1, context, initializer=die_with_script)
-    process_group = executor.submit(os.getpid).result(START_TIMEOUT)  # it leads its group
+    source = read_reward_file(args.reward_fn)
+    start = executor.submit(start_reward_process, args.reward_fn, source)
+    process_group = start.result(START_TIMEOUT)
     process_groups.append(process_group)
-    try:
-        file = read_reward_file(args.reward_fn)
-        executor.submit(start_reward_process, args.reward_fn, file).result(START_TIMEOUT)
-    except BaseException:  # for example that of sys.exit() in the file
-        kill_group(process_group)
-        raise
     return executor, process_group
 
 
 @cache
 def read_reward_file(reward_fn):
-    """Return the content of the file in path/to/file.py:function.
+    """Return the source of the file in path/to/file.py:function.
 
-    It is cached, so that a later edit of the file can be noticed.
+    It is cached, so that all workers grade by the same source, even if the file is edited later.
     """
     path, _, _ = reward_fn.rpartition(":")
     return Path(path).read_bytes()
@@ -2459,11 +2454,9 @@ def call_worker(workers, response, args):
     """
     executor, process_group = workers.get()
     try:
-        if not psutil.pid_exists(process_group):  # it has died while it was idle
-            kill_group(process_group)
         if process_group not in process_groups:
             executor, process_group = start_reward_worker(args)
-        return executor.submit(call_reward_fn, args.reward_fn, response).result(args.reward_timeout)
+        return executor.submit(call_reward_fn, response).result(args.reward_timeout)
     except BaseException as error:  # sys.exit() in the file raises no Exception
         kill_group(process_group)
         is_late = isinstance(error, TimeoutError)
@@ -2476,46 +2469,43 @@ def call_worker(workers, response, args):
 # ---------------------------------------------------------- what runs in a reward worker's process
 
 
-def start_reward_process(reward_fn, file):
-    """Prepare a worker's process.
+reward_function = None  # that of --reward_fn
 
-    file: the content of the reward's file at the start of the run. Raise RuntimeError if it has
-    changed, because old and new workers would grade differently.
+
+def start_reward_process(reward_fn, source):
+    """Load the reward function. Return the id of this process, which is also that of its group."""
+    global reward_function
+    reward_function = load_function(reward_fn, source)
+    return os.getpid()
+
+
+def load_function(path_and_name, source):
+    """Load the function of path/to/file.py:function, which can import its neighbours.
+
+    source: the content of the file.
     """
-    if read_reward_file(reward_fn) != file:
-        raise RuntimeError(
-            f"the file of {reward_fn} has changed since the run began, and the other workers have "
-            f"the old one; restore it, or stop and resume the run to use the new one"
-        )
-    load_reward_fn(reward_fn)
-
-
-@cache
-def load_reward_fn(reward_fn):
-    """Load the function of path/to/file.py:function, which can import its neighbours."""
-    path, _, name = reward_fn.rpartition(":")
+    path, _, name = path_and_name.rpartition(":")
     sys.path.insert(0, str(Path(path).resolve().parent))
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
     module = importlib.util.module_from_spec(spec)
     sys.modules.setdefault(spec.name, module)  # unless Python has another one of this name
-    spec.loader.exec_module(module)
+    exec(compile(source, path, "exec"), vars(module))
     return getattr(module, name)
 
 
-def call_reward_fn(reward_fn, response):
+def call_reward_fn(response):
     """Return a copy of a response with its verifiable reward, or with the error as its failure."""
     pid, prompt = os.getpid(), response.prompt
     about = {"num_tokens": len(response.token_ids), "stopped": response.stopped}
     try:
-        function = load_reward_fn(reward_fn)
         arguments = reward_arguments(
-            function,
+            reward_function,
             prompt.data_source,
             response.text,
             prompt.ground_truth,
             about | (prompt.extra_info or {}),
         )
-        score, metrics = read_score(function(**arguments))
+        score, metrics = read_score(reward_function(**arguments))
         if not math.isfinite(score):
             raise ValueError(f"the reward is {score}")
         response = replace(response, verifiable=score, reward_metrics=metrics)
@@ -2612,7 +2602,8 @@ def batch_metrics(batch, args):
     }
     if batch.has_score.any():
         metrics["objective/scores_std"] = batch.scores[batch.has_score.bool()].std(correction=0)
-    if args.beta > 0:  # to look at alone, because GRPO's loss has the KL and its reward has not
+    # Only to look at, because GRPO's KL is a term of the loss, not of the reward
+    if args.beta > 0:
         ref_logprobs = batch.ref_logprobs * mask
         kl = kl_penalty(logprobs, ref_logprobs, args.kl_estimator)
         non_score_reward = (-args.beta * kl).sum(1)  # (rows,)

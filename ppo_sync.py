@@ -53,11 +53,13 @@ weights with the policy. Advantages are whitened over all rows of the step that 
 default lambdas are 1 and values are not clipped. There is no entropy bonus. vLLM's probabilities
 differ a little from the learner's, so the policy's loss has an importance weight.
 
-Where to make a change: Add a part of the score in score_responses. Compute rewards per token and
-advantages in step 6. Add a term of the policy's loss in token_losses, and one of the value model's
-loss in value_losses. Make a tensor that these need a field of Batch, and fill it in step 4, 5 or 6.
-Metrics come from the losses and from batch_metrics. What a resume must find again belongs in
-`state`, or in `trained_models` if it is a model. docs/changing_a_script.md has worked examples.
+Where to make a change (docs/changing_a_script.md has worked examples):
+    a part of the score            score_responses
+    rewards, advantages            step 6
+    a term of the loss             token_losses for the policy, value_losses for the value model
+    a tensor that these need       a field of Batch, which step 4, 5 or 6 fills in
+    a metric                       the losses (for each token), or batch_metrics
+    what a resume must find again  `state`, or `trained_models` if it is a model
 
 Reading on to the banner ("The algorithm ends here") takes an hour or a little more. Look up the
 rest when you need it. If this script differs from another, tests/promise/test_scripts_agree.py
@@ -243,7 +245,7 @@ class Batch:
     input_ids: Tensor  # (rows, length)
     lengths: Tensor  # (rows,), int64, number of tokens in a row
     mask: Tensor  # (rows, length), 1.0 at response tokens
-    loss_mask: Tensor  # (rows, length), the mask, but 0.0 in rows without a score
+    loss_mask: Tensor  # (rows, length), the mask, but 0.0 in rows outside the loss
     scores: Tensor  # (rows,), 0.0 if there is none
     has_score: Tensor  # (rows,), 1.0 or 0.0
     sampler_logprobs: Tensor  # (rows, length), from vLLM
@@ -344,8 +346,7 @@ def main(args):
 
         # 5. Forward passes before any update. Trained models use the micro-batches of the first
         # epoch, because other padding would change the last bits. On a CPU all ratios of the first
-        # update are therefore exactly 1, unless --compile_layers is set, which uses other kernels
-        # if gradients are needed
+        # update are therefore exactly 1
         with timed(metrics, "forward"):
             batch.logprobs, batch.entropies = forward_all(
                 accelerator, policy, batch, epochs[0], args
@@ -558,8 +559,10 @@ def token_losses(outputs, part, args):
         weight = min(old / sampler, tis_cap)    see importance_weights
         loss   = -min(ratio * A, clip(ratio, 1 - cliprange, 1 + cliprange) * A) * weight
 
-    A is the token's advantage. outputs holds the policy's new log-probabilities and entropies. part
-    is a micro-batch (a Batch), which holds the old ones. All tensors have the shape (rows, length).
+    A is the token's advantage.
+
+    outputs holds the policy's new log-probabilities and entropies. part is a micro-batch (a Batch),
+    which holds the old ones. All tensors have the shape (rows, length).
     """
     new_logprobs, entropies = outputs
     mask = part.loss_mask
@@ -600,8 +603,8 @@ def importance_weights(old_logprobs, sampler_logprobs, mask, args):
     """Return the importance weight of each token, which is old / sampler but at most tis_cap.
 
     It corrects for the sampler, which has other kernels (https://fengyao.notion.site/off-policy-rl)
-    and, in the asynchronous scripts, older weights. With --tis_cap 0 all weights are 1. The result
-    has the shape (rows, length).
+    and, in the asynchronous scripts, older weights. With --tis_cap 0 all weights are 1.
+    The result has the shape (rows, length).
 
     >>> learner, sampler = torch.tensor([[-1.0, -1.0]]), torch.tensor([[-1.5, -2.0]])
     >>> importance_weights(learner, sampler, torch.ones(1, 2), Args(tis_cap=2.0))
@@ -1079,9 +1082,9 @@ class Args(Algorithm):
     attn_implementation: str = "sdpa"
     """Implementation of attention, such as sdpa, eager or flash_attention_2."""
     compile_layers: bool = False
-    """Compile the models' layers, on GPUs only. No GPU has shown the gain yet."""
+    """Compile the models' layers, on GPUs only. The gain has not been measured on a GPU yet."""
     gradient_checkpointing: bool = True
-    """compute activations again in the backward pass: less memory, a third slower"""
+    """Compute activations again in the backward pass. Less memory, but a third slower."""
     reward_model_path: str | None = None
     """Reward model, a one-label classifier with the policy's tokenizer. Unset means none."""
     reward_model_revision: str | None = None
@@ -1210,8 +1213,6 @@ def start_ranks(args):
         log_with="wandb" if args.with_tracking else None,
         kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout)],
     )
-    if args.compile_layers and accelerator.device.type == "cpu":
-        raise ValueError("--compile_layers is for GPUs: on a CPU the compiler takes minutes")
     if accelerator.num_processes == 1:
         return accelerator, None
     return accelerator, torch.distributed.new_group(backend="gloo", timeout=timeout)
@@ -1501,8 +1502,6 @@ def load_rows(path, config, split):
     if os.path.isfile(path):
         return read_file(path)
     folder = os.path.join(path, config or "")
-    if os.path.exists(os.path.join(folder, "state.json")):  # by Dataset.save_to_disk
-        return datasets.load_from_disk(folder).to_list()
     names = glob.glob("**/*.jsonl", root_dir=folder, recursive=True)
     names = sorted(names + glob.glob("**/*.parquet", root_dir=folder, recursive=True))
     if any("train" in name or "test" in name for name in names):
@@ -1532,8 +1531,7 @@ def naming_row(path, index):
     try:
         yield
     except Exception as error:
-        kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
-        raise ValueError(f"{path}, row {index}: {kind}{error}") from error
+        raise ValueError(f"{path}, row {index}: {type(error).__name__}: {error}") from error
 
 
 def uses_reward_model(args):
@@ -2405,22 +2403,18 @@ def start_reward_worker(args):
     """Start a process for --reward_fn. Return its executor, and the id of its process group."""
     context = mp.get_context("forkserver")
     executor = ProcessPoolExecutor(1, context, initializer=die_with_script)
-    process_group = executor.submit(os.getpid).result(START_TIMEOUT)  # it leads its group
+    source = read_reward_file(args.reward_fn)
+    start = executor.submit(start_reward_process, args.reward_fn, source)
+    process_group = start.result(START_TIMEOUT)
     process_groups.append(process_group)
-    try:
-        file = read_reward_file(args.reward_fn)
-        executor.submit(start_reward_process, args.reward_fn, file).result(START_TIMEOUT)
-    except BaseException:  # for example that of sys.exit() in the file
-        kill_group(process_group)
-        raise
     return executor, process_group
 
 
 @cache
 def read_reward_file(reward_fn):
-    """Return the content of the file in path/to/file.py:function.
+    """Return the source of the file in path/to/file.py:function.
 
-    It is cached, so that a later edit of the file can be noticed.
+    It is cached, so that all workers grade by the same source, even if the file is edited later.
     """
     path, _, _ = reward_fn.rpartition(":")
     return Path(path).read_bytes()
@@ -2435,11 +2429,9 @@ def call_worker(workers, response, args):
     """
     executor, process_group = workers.get()
     try:
-        if not psutil.pid_exists(process_group):  # it has died while it was idle
-            kill_group(process_group)
         if process_group not in process_groups:
             executor, process_group = start_reward_worker(args)
-        return executor.submit(call_reward_fn, args.reward_fn, response).result(args.reward_timeout)
+        return executor.submit(call_reward_fn, response).result(args.reward_timeout)
     except BaseException as error:  # sys.exit() in the file raises no Exception
         kill_group(process_group)
         is_late = isinstance(error, TimeoutError)
@@ -2452,46 +2444,43 @@ def call_worker(workers, response, args):
 # ---------------------------------------------------------- what runs in a reward worker's process
 
 
-def start_reward_process(reward_fn, file):
-    """Prepare a worker's process.
+reward_function = None  # that of --reward_fn
 
-    file: the content of the reward's file at the start of the run. Raise RuntimeError if it has
-    changed, because old and new workers would grade differently.
+
+def start_reward_process(reward_fn, source):
+    """Load the reward function. Return the id of this process, which is also that of its group."""
+    global reward_function
+    reward_function = load_function(reward_fn, source)
+    return os.getpid()
+
+
+def load_function(path_and_name, source):
+    """Load the function of path/to/file.py:function, which can import its neighbours.
+
+    source: the content of the file.
     """
-    if read_reward_file(reward_fn) != file:
-        raise RuntimeError(
-            f"the file of {reward_fn} has changed since the run began, and the other workers have "
-            f"the old one; restore it, or stop and resume the run to use the new one"
-        )
-    load_reward_fn(reward_fn)
-
-
-@cache
-def load_reward_fn(reward_fn):
-    """Load the function of path/to/file.py:function, which can import its neighbours."""
-    path, _, name = reward_fn.rpartition(":")
+    path, _, name = path_and_name.rpartition(":")
     sys.path.insert(0, str(Path(path).resolve().parent))
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
     module = importlib.util.module_from_spec(spec)
     sys.modules.setdefault(spec.name, module)  # unless Python has another one of this name
-    spec.loader.exec_module(module)
+    exec(compile(source, path, "exec"), vars(module))
     return getattr(module, name)
 
 
-def call_reward_fn(reward_fn, response):
+def call_reward_fn(response):
     """Return a copy of a response with its verifiable reward, or with the error as its failure."""
     pid, prompt = os.getpid(), response.prompt
     about = {"num_tokens": len(response.token_ids), "stopped": response.stopped}
     try:
-        function = load_reward_fn(reward_fn)
         arguments = reward_arguments(
-            function,
+            reward_function,
             prompt.data_source,
             response.text,
             prompt.ground_truth,
             about | (prompt.extra_info or {}),
         )
-        score, metrics = read_score(function(**arguments))
+        score, metrics = read_score(reward_function(**arguments))
         if not math.isfinite(score):
             raise ValueError(f"the reward is {score}")
         response = replace(response, verifiable=score, reward_metrics=metrics)

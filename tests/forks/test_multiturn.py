@@ -142,10 +142,10 @@ def converse(fork, tokenizer, monkeypatch):
     """converse({prompt: turns}, step, max_turns=2): the responses, and the engine."""
 
     def call(workers, response, args, call):
-        return call(args, response)
+        return call(response)
 
     def run(turns, step=None, **options):
-        monkeypatch.setattr(fork, "load_reward_fn", lambda name: step)
+        monkeypatch.setattr(fork, "env_function", step)
         monkeypatch.setattr(fork, "call_worker", call)
         defaults = {"env_fn": "here", "max_turns": 3, "response_length": 40, "reward_workers": 2}
         args = fork.Args(**defaults | {"stop_token_ids": (STOP,)} | options)
@@ -272,8 +272,8 @@ def test_grader_sees_the_last_turn_and_all_if_it_asks(fork, converse, monkeypatc
         assert extra_info == {"num_tokens": 5, "stopped": True, "turns": ["52", "77", "3"]}
         return 1.0
 
-    monkeypatch.setattr(fork, "load_reward_fn", lambda name: score)
-    assert fork.call_reward_fn(fork.Args(reward_fn="here"), response).verifiable == 1
+    monkeypatch.setattr(fork, "reward_function", score)
+    assert fork.call_reward_fn(response).verifiable == 1
 
 
 # ------------------------------------------------------------------------------------------ masks

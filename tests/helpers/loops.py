@@ -145,9 +145,9 @@ def reward_in_this_process(script, score, put):
         return score(data_source, response, ground_truth)
 
     def call_worker(workers, response, args):
-        return script.call_reward_fn(args.reward_fn, response)
+        return script.call_reward_fn(response)
 
-    put(script, "load_reward_fn", lambda name: reward_fn)
+    put(script, "reward_function", reward_fn)
     put(script, "start_reward_workers", lambda args: None)
     put(script, "call_worker", call_worker)
 
