@@ -259,14 +259,14 @@ class Batch:
     advantages: Tensor | None = None
     returns: Tensor | None = None  # what the value model should predict
 
-    def cut(self, rows, length):
+    def select(self, rows, length):
         """Return a Batch of some rows, which are at most `length` tokens long."""
-        parts = {
+        selected = {
             name: tensor[rows, :length] if tensor.dim() == 2 else tensor[rows]
             for name, tensor in vars(self).items()
             if tensor is not None
         }
-        return Batch(**parts)
+        return Batch(**selected)
 
 
 # -------------------------------------------------------------------------------------------- main
@@ -342,7 +342,7 @@ def main(args):
         # 4. Build the batch, one row per response with its prompt, and assign rows to mini-batches
         batch = collate(responses, accelerator.device)
         check_rewards(responses)  # ends the run if the reward failed on all of them
-        epochs = deal_rows(training_step, args)  # [epoch][mini_batch] -> rows
+        epochs = shuffle_into_mini_batches(training_step, args)  # [epoch][mini_batch] -> rows
 
         # 5. Forward passes before any update. Trained models use the micro-batches of the first
         # epoch, because other padding would change the last bits. On a CPU all ratios of the first
@@ -539,7 +539,7 @@ def accumulate_gradients(accelerator, models, batch, rows, divisor, sums, args):
 
     Every rank must call this, in the same order.
     """
-    for _, part in cut_micro_batches(accelerator, batch, rows, args):
+    for _, part in split_into_micro_batches(accelerator, batch, rows, args):
         mask = part.loss_mask
         sums["tokens"] += mask.sum(dtype=torch.float64)
         sums["val/update_tokens"] += part.lengths.sum()
@@ -671,7 +671,7 @@ def loss_divisor(loss_mask):
     return max(1, int(loss_mask.sum()))
 
 
-def deal_rows(training_step, args):
+def shuffle_into_mini_batches(training_step, args):
     """Return the mini-batches of a step's epochs as [epoch][mini_batch] -> rows.
 
     They are equal on all ranks. In each epoch all rows of the batch are shuffled again.
@@ -685,7 +685,7 @@ def deal_rows(training_step, args):
     return epochs
 
 
-def cut_micro_batches(accelerator, batch, mini_batch, args):
+def split_into_micro_batches(accelerator, batch, mini_batch, args):
     """Split this rank's part of a mini-batch into micro-batches, each (rows, a Batch of them).
 
     Rows are sorted by length, so that micro-batches have little padding, and each rank takes every
@@ -694,7 +694,7 @@ def cut_micro_batches(accelerator, batch, mini_batch, args):
     >>> prompt = Prompt("row 0", "", [5], None, None, None)
     >>> responses = [Response(prompt, [6] * n, np.zeros(n), True) for n in (2, 9, 3, 3)]
     >>> rank, batch = Accelerator(cpu=True), collate(responses, "cpu")
-    >>> parts = cut_micro_batches(rank, batch, [0, 1, 2, 3], Args(micro_batch_tokens=15))
+    >>> parts = split_into_micro_batches(rank, batch, [0, 1, 2, 3], Args(micro_batch_tokens=15))
     >>> [(rows, part.mask.shape) for rows, part in parts]
     [([0, 2, 3], torch.Size([3, 4])), ([1], torch.Size([1, 10]))]
     """
@@ -705,21 +705,21 @@ def cut_micro_batches(accelerator, batch, mini_batch, args):
     # Rows are dealt to ranks in ascending order of length, so for every n the last rank's n-th row
     # is the longest n-th row of all ranks. All ranks split and pad by the last rank's lengths
     longest = [lengths[row] for row in by_length[num_ranks - 1 :: num_ranks]]
-    for start, end in itertools.pairwise(cut_places(longest, args)):
+    for start, end in itertools.pairwise(micro_batch_boundaries(longest, args)):
         rows = own_rows[start:end]
-        yield rows, batch.cut(rows, longest[end - 1])
+        yield rows, batch.select(rows, longest[end - 1])
 
 
-def cut_places(lengths, args):
+def micro_batch_boundaries(lengths, args):
     """Return the places at which rows of these lengths are split into micro-batches.
 
     lengths are in ascending order. The tokens of a micro-batch include its padding. A row that is
     longer than the limit is a micro-batch of its own.
 
-    >>> cut_places([3, 4, 4, 10, 20], Args(micro_batch_tokens=15))
+    >>> micro_batch_boundaries([3, 4, 4, 10, 20], Args(micro_batch_tokens=15))
     [0, 3, 4, 5]
-    >>> cut_places([3, 4, 4, 10, 20], Args(micro_batch_tokens=15, per_device_train_batch_size=2))
-    [0, 2, 3, 4, 5]
+    >>> micro_batch_boundaries([3, 4, 4, 10, 20], Args(per_device_train_batch_size=2))
+    [0, 2, 4, 5]
     """
     max_rows = args.per_device_train_batch_size or len(lengths)
     places = [0]
@@ -791,18 +791,18 @@ def forward_all(accelerator, model, batch, mini_batches, args):
 
     Every rank must call this, in the same order.
     """
-    whole = torch.zeros_like(batch.mask)
-    entropies = whole.clone()
+    all_outputs = torch.zeros_like(batch.mask)
+    all_entropies = all_outputs.clone()
     for mini_batch in mini_batches:
         # Each rank has the same number of micro-batches
-        for rows, part in cut_micro_batches(accelerator, batch, mini_batch, args):
+        for rows, part in split_into_micro_batches(accelerator, batch, mini_batch, args):
             outputs = model(part.input_ids, part.mask)
             if isinstance(outputs, tuple):  # a policy's outputs
-                outputs, part_entropies = outputs
-                entropies[rows, : part_entropies.shape[1]] = part_entropies
-            whole[rows, : outputs.shape[1]] = outputs
+                outputs, entropies = outputs
+                all_entropies[rows, : entropies.shape[1]] = entropies
+            all_outputs[rows, : outputs.shape[1]] = outputs
     # The sum over ranks is exact, because a row is 0 on all of them except one
-    return accelerator.reduce(whole), accelerator.reduce(entropies)
+    return accelerator.reduce(all_outputs), accelerator.reduce(all_entropies)
 
 
 def reference_logprobs(accelerator, ref_policy, batch, args):
@@ -1876,19 +1876,20 @@ class VLLM:
         For placement see place_engine. max_length is the length of the longest prompt with its
         response.
         """
-        self.index, self.count, self.gpus = placement
+        self.engine_index, self.num_engines, self.gpus = placement
         self.args = args
         self.policy_version = None  # of the weights that were synced last
         self.nccl = None  # the communicator of this rank and vLLM's workers
         self.folder = tempfile.mkdtemp(prefix="tandem_")
         folders.append(self.folder)
-        self.way = way_of_weights(self.gpus, args)
+        self.transfer = transfer_method(self.gpus, args)
         environment, options = vllm_settings(self.gpus, self.folder, max_length, args)
         if self.gpus:
             # vLLM's plan leaves out the memory of its sampler, which grows with this number. The
             # number is therefore at most vLLM's default, and at most what this engine needs
             most = 1024 if torch.cuda.get_device_properties().total_memory > 70e9 else 256
-            options["max_num_seqs"] = min(most, max(128, args.episodes_per_step // self.count))
+            needed = args.episodes_per_step // self.num_engines
+            options["max_num_seqs"] = min(most, max(128, needed))
         self.executor = ProcessPoolExecutor(
             1, mp.get_context("spawn"), initializer=die_with_script, initargs=(self.folder,)
         )
@@ -1911,14 +1912,15 @@ class VLLM:
 
     def sample(self, prompts, seeds, temperature):
         """Generate the Responses to this engine's part of some Prompts."""
-        first, end = (i * len(prompts) // self.count for i in (self.index, self.index + 1))
+        first = len(prompts) * self.engine_index // self.num_engines
+        end = len(prompts) * (self.engine_index + 1) // self.num_engines
         return self.submit(
             sample_responses, prompts[first:end], seeds[first:end], temperature, self.args
         ).result()
 
     def sync_weights(self, weights, version):
         """Give vLLM the weights of a version, as gather_weights yields them. vLLM must be idle."""
-        if self.way == "pipe":
+        if self.transfer == "pipe":
             for named_weight in weights:
                 # Pickle here, because the executor's own pickler would move the learner's parameter
                 # to shared memory. Send one weight at a time, because each queued one is a copy
@@ -1941,11 +1943,11 @@ class VLLM:
                 "dtype_names": [self.args.dtype] * len(names),
                 "shapes": [list(tensor.shape) for tensor in tensors],
             }
-            if self.way == "ipc":
+            if self.transfer == "ipc":
                 uuid = str(torch.cuda.get_device_properties().uuid)
                 info["ipc_handles"] = [{uuid: reduce_tensor(tensor)[1]} for tensor in tensors]
             update = self.submit(call_llm, "update_weights", {"update_info": info})
-            if self.way == "nccl":
+            if self.transfer == "nccl":
                 for tensor in tensors:
                     self.nccl.broadcast(tensor, src=0, stream=torch.cuda.current_stream())
             update.result(WEIGHT_SYNC_TIMEOUT)
@@ -1955,7 +1957,7 @@ class VLLM:
 
     def connect(self):
         """Prepare vLLM's workers for "ipc" or "nccl", before the first weight sync."""
-        if self.way == "ipc":
+        if self.transfer == "ipc":
             self.call("init_weight_transfer_engine", {"init_info": {}})
             return
         from vllm.distributed.weight_transfer.nccl_common import stateless_init_process_group
@@ -1975,7 +1977,7 @@ class VLLM:
         joined.result(WEIGHT_SYNC_TIMEOUT)
 
 
-def way_of_weights(gpus, args):
+def transfer_method(gpus, args):
     """Return the name of the method by which weights are transferred to an engine.
 
     pipe sends copies through the pipe to vLLM's process, if there is no GPU. ipc sends handles of
@@ -2025,7 +2027,7 @@ def sync_weights(engine, language_model, version, args):
     engine.sync_weights(gather_weights(language_model, args), version)
 
 
-def gather_rollout(share, cpu_group):
+def gather_rollout(part, cpu_group):
     """Join the parts of all ranks, each a Rollout, into one Rollout.
 
     cpu_group is the ranks' gloo group, or None with one rank. The parts, in the order of the ranks,
@@ -2034,10 +2036,10 @@ def gather_rollout(share, cpu_group):
     Every rank must call this, in the same order.
     """
     if not cpu_group:
-        return share
-    shares = [None] * cpu_group.size()
-    torch.distributed.all_gather_object(shares, share, group=cpu_group)
-    rollout, *others = shares  # rank 0 has an engine, so its times are reported
+        return part
+    parts = [None] * cpu_group.size()
+    torch.distributed.all_gather_object(parts, part, group=cpu_group)
+    rollout, *others = parts  # rank 0 has an engine, so its times are reported
     for other in others:
         rollout.responses += other.responses
         rollout.eval_responses += other.eval_responses
@@ -2112,7 +2114,7 @@ def vllm_settings(gpus, folder, max_length, args):
         # As the learner's: in bfloat16 logits of 16 to 32 are 0.125 apart. On a CPU vLLM would cast
         # the head for each token
         options["hf_overrides"] = {"head_dtype": "float32"}
-        options["weight_transfer_config"] = {"backend": way_of_weights(gpus, args)}
+        options["weight_transfer_config"] = {"backend": transfer_method(gpus, args)}
     else:
         environment.setdefault("TORCH_COMPILE_DISABLE", "1")  # saves 6 to 20 s
         # Learner and engine share the cores
@@ -2169,7 +2171,7 @@ def place_engine(rank, num_gpus, args):
 class NoEngine:
     """What a rank without an engine has instead of a VLLM. No prompt is in its part."""
 
-    count, policy_version = 0, None
+    num_engines, policy_version = 0, None
 
     def sample(self, prompts, seeds, temperature):
         return []
@@ -2188,11 +2190,12 @@ def limit_memory(device, args):
     if device.type != "cuda":
         return
     gib = 2**30 / torch.cuda.get_device_properties().total_memory
-    share = 0 if args.vllm_gpus else args.vllm_gpu_memory_utilization  # vLLM's of this GPU
+    # vLLM's fraction of this GPU
+    of_vllm = 0 if args.vllm_gpus else args.vllm_gpu_memory_utilization
     # 1 GiB is for the CUDA context of each process on this GPU. 1 GiB is for NCCL, which connects
     # ranks with each other, and a rank with an engine on other GPUs
     room = 2 if args.vllm_gpus or args.world_size == 1 else 3
-    torch.cuda.set_per_process_memory_fraction(1 - share - room * gib)
+    torch.cuda.set_per_process_memory_fraction(1 - of_vllm - room * gib)
 
 
 # --------------------------------------------------------------------- what runs in vLLM's process
@@ -2566,7 +2569,7 @@ def batch_metrics(batch, args):
         "mismatch/logprob_diff_max": mismatch.abs().max(),
         # KL of the sampler to the learner
         "mismatch/kl": masked_mean(kl_penalty(sampler_logprobs, logprobs, "kl3"), mask),
-        # Effective sample size, as a share of the tokens
+        # Effective sample size, as a fraction of the tokens
         "mismatch/ess": ratios.sum() ** 2 / (ratios**2).sum() / len(ratios),
         "mismatch/tis_clipfrac": (ratios > (args.tis_cap or math.inf)).float().mean(),
     }

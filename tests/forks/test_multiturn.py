@@ -118,7 +118,7 @@ def test_what_cannot_have_turns_is_refused(fork):
 class ScriptedVLLM:
     """In place of VLLM: says what it is told to. It keeps what it was asked."""
 
-    index, count, stop = 0, 1, STOP
+    engine_index, num_engines, stop = 0, 1, STOP
 
     def __init__(self, tokenizer, turns):
         self.tokenizer, self.turns, self.asked = tokenizer, turns, []
@@ -231,8 +231,8 @@ def test_markers_of_turns_need_not_be_special_to_be_refused(fork):
 
 
 def test_share_of_an_engine_is_its_own(converse, monkeypatch):
-    monkeypatch.setattr(ScriptedVLLM, "index", 1)
-    monkeypatch.setattr(ScriptedVLLM, "count", 2)
+    monkeypatch.setattr(ScriptedVLLM, "engine_index", 1)
+    monkeypatch.setattr(ScriptedVLLM, "num_engines", 2)
     responses, vllm = converse({i: ["5<|end|>"] for i in "0123"}, max_turns=1)
     assert [response.prompt.ground_truth for response in responses] == ["2", "3"]
     assert [seed for _, seed in vllm.asked[0]] == [102, 103]
