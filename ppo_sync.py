@@ -420,13 +420,13 @@ def main(args):
 
 
 def evaluation_is_due(steps, args):
-    """Return whether the policy is evaluated after this number of steps.
+    """Return whether an evaluation is due after this number of steps.
 
-    In ppo_sync.py, version s answers an evaluation after s steps. In the asynchronous scripts its
-    prompts go out with those of step s + 1, when vLLM still has version s - 1 (version 0 if s is
-    0). Evaluations after 0 steps and after 1 step would therefore both be of version 0, so
-    evaluations are at least two steps apart. In every script the last evaluation is of the last
-    version.
+    ppo_sync.py then evaluates the policy after these steps. In the asynchronous scripts, the
+    evaluation's prompts are sent together with those of the next batch, and the weights that vLLM
+    has by then are one version older. Evaluations after 0 steps and after 1 step would therefore
+    both be of version 0, so evaluations are at least two steps apart. The last one, after all
+    steps, is of the last version in every script.
     """
     num_steps = args.num_training_steps
     num_evals = min(args.num_evals, num_steps // 2)
@@ -440,9 +440,9 @@ def kl_penalty(logprobs, ref_logprobs, estimator):
     """Estimate KL(policy || reference) at each sampled token, in the shape of logprobs.
 
     With d = logprobs - ref_logprobs, kl1 is d and kl3 is exp(-d) - 1 + d
-    (http://joschu.net/blog/kl-approx.html). PPO has kl1 in its reward. A reward with kl3 would
-    hardly pull the policy towards a reference that is near, because there kl3 is about d^2 / 2
-    (2510.01555).
+    (http://joschu.net/blog/kl-approx.html). PPO's reward uses kl1. With kl3 in the reward, the
+    policy would hardly be pulled back as long as it is close to the reference, because kl3 is only
+    about d^2 / 2 there (2510.01555).
 
     >>> kl_penalty(torch.tensor([0.0]), torch.tensor([-1.0]), "kl1").item()
     1.0
@@ -711,7 +711,7 @@ def split_into_micro_batches(accelerator, batch, mini_batch, args):
 
 
 def micro_batch_boundaries(lengths, args):
-    """Return the places at which rows of these lengths are split into micro-batches.
+    """Return the boundaries at which rows of these lengths are split into micro-batches.
 
     lengths are in ascending order. The tokens of a micro-batch include its padding. A row that is
     longer than the limit is a micro-batch of its own.
@@ -722,11 +722,13 @@ def micro_batch_boundaries(lengths, args):
     [0, 2, 4, 5]
     """
     max_rows = args.per_device_train_batch_size or len(lengths)
-    places = [0]
-    for i, length in enumerate(lengths):  # with row i, all are padded to its length
-        if i - places[-1] >= max(1, min(max_rows, args.micro_batch_tokens // length)):
-            places.append(i)
-    return [*places, len(lengths)]
+    boundaries = [0]
+    for i, length in enumerate(lengths):
+        # With row i, the micro-batch is padded to the length of row i
+        limit = max(1, min(max_rows, args.micro_batch_tokens // length))  # rows
+        if i - boundaries[-1] >= limit:  # no room for row i
+            boundaries.append(i)
+    return [*boundaries, len(lengths)]
 
 
 def apply_gradients(accelerator, model, optimizer, lr, batch, run_dir, args):
