@@ -678,7 +678,7 @@ def ask_vllm(config, dtype):
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)
         command = [sys.executable, "-c", ASK_VLLM, folder, dtype]
-        # The working directory may contain a random.py, as start_reward_workers says
+        # The working directory may contain a file such as random.py, which must not be imported
         safe = os.environ | {"PYTHONSAFEPATH": "1"}
         done = subprocess.run(command, capture_output=True, encoding="utf-8", env=safe)
     if done.returncode == 0:
