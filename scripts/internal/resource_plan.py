@@ -315,7 +315,7 @@ def local_episodes(run):
 
 
 def engine_needs(run, responses=1):
-    """Return the bytes that vLLM needs to generate so many responses at once, or all of a step."""
+    """Return the bytes that vLLM needs to generate `responses` at once, or all of a step."""
     count = min(responses, local_episodes(run), max_num_seqs(run))
     return engine_memory(run) + count * cache_memory(run)
 

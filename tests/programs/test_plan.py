@@ -149,7 +149,7 @@ def test_hours_are_those_of_a_step_in_turns_or_of_the_slower_side():
     run = launch(GRPO, "1.7", 80, "ddp.yaml", 1, 2, (2,))
     rows, args = 256, run.args
     args.episodes_per_step, args.num_training_steps = rows, 100
-    matrices = plan.count_parameters(run.model)  # but for the norms; its head is tied
+    matrices = plan.count_parameters(run.model)  # without norms; the head is tied
     read = 1024 * (2 * matrices + rows * 2 * 28 * 1024 * 2 * 1024)  # all at once, on average 1,024
     assert plan.sampling_seconds(run) == pytest.approx(read / 3.35e12, rel=1e-3)
     fast, slow = (plan.learner_seconds(run, host) for host in plan.HOST)

@@ -319,7 +319,7 @@ def test_memory_is_the_sum_of_its_parts(ask):
 
 BY_DDP = {"config_file": "ddp.yaml", "multi_gpu": True, "num_machines": 1}
 TWO_NODES = str(cases.SHARDED.with_name("fsdp2_two_nodes.yaml"))
-# (how the preflight is told of the launch, what the launcher then does)
+# (launch options of the preflight, what the launcher then does)
 COMMANDS = [
     ({}, {"config_file": "one_gpu.yaml", "num_processes": 1, "multi_gpu": False}),
     ({"num_processes": 2}, BY_DDP | {"num_processes": 2}),
@@ -329,12 +329,12 @@ COMMANDS = [
 ]
 
 
-@pytest.mark.parametrize(("told", "expected"), COMMANDS, ids=str)
-def test_plan_ends_with_the_command_that_launches_it(told, expected, ask, folder, monkeypatch):
+@pytest.mark.parametrize(("given", "expected"), COMMANDS, ids=str)
+def test_plan_ends_with_the_command_that_launches_it(given, expected, ask, folder, monkeypatch):
     """The launcher reads it like the preflight, and passes on every flag."""
     monkeypatch.setenv("HOME", str(cases.SHARDED.parent))
     options = {"local_mini_batch_size": 32, "exp_name": "it's $HOME", "temperature": 0.5}
-    ask("ppo_sync.py", options, {"num_gpus": 16}, told)
+    ask("ppo_sync.py", options, {"num_gpus": 16}, given)
     head, command = ask.launch.splitlines()
     program, launch, quiet, *words = shlex.split(command)
     assert Path(program).resolve() == Path(sys.executable).with_name("accelerate").resolve()
