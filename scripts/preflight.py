@@ -503,7 +503,8 @@ def load_dataset(run, flag):
     limit = getattr(args, limit_flag)
     kept = [row for row, length in zip(loaded, lengths, strict=True) if length <= limit]
     num_empty, num_long = len(rows) - len(loaded), len(loaded) - len(kept)
-    lengths += [0] * num_empty
+    if kind == "prompts":  # load_pairs itself reports the others
+        lengths += [0] * num_empty
     run.warnings += data_warnings.notes_on_lost_rows(path, lengths, limit_flag, limit)
     dropped = f"dropped: {num_empty:,} {empty}, {num_long:,} longer than --{limit_flag} {limit}"
     counts = (
