@@ -1113,13 +1113,10 @@ def check_memory(run):
         for name, needed, room in sizes
         if needed > room
     )
-    solution = plan.what_fits(run)
-    if solution is None:
-        help = "no flags make it fit; take a smaller model, or give vLLM GPUs of its own by "
-        help += "--vllm_gpus, if the script has it"
-    else:
-        help = f"with these flags it fits: {plan.format_flags(*solution)}"
-    raise Mistake(f"memory: {problem}; {help}")
+    advice = "no flags make it fit; take a smaller model or, if the script has it, --vllm_gpus"
+    if solution := plan.what_fits(run):
+        advice = f"with these flags it fits: {plan.format_flags(*solution)}"
+    raise Mistake(f"memory: {problem}; {advice}")
 
 
 # ------------------------------------------------------------------------------------------- plan
