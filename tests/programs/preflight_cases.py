@@ -466,8 +466,11 @@ PLANS = {
 
 def options_of_run(folder, script):
     """Return options for ten steps, or for eight updates of a reward model."""
-    length = {"local_mini_batch_size": 8} if script in TRAINER else TEN
-    return good_options(folder, script) | length
+    if script in TRAINER:
+        return good_options(folder, script) | {"local_mini_batch_size": 8}
+    held_out = write_rows(folder / "eval.jsonl", [truth(f"{number}") for number in range(9)])
+    drawn = {"eval_dataset": held_out, "num_eval_prompts": 5}  # a checkpoint has their hash
+    return good_options(folder, script) | TEN | drawn
 
 
 def stepped(model):
