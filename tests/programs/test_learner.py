@@ -69,9 +69,9 @@ def test_roofline_of_the_plan_is_that_of_pytorchs_operations(size, checkpointing
         fake_memory.fill(wrapper)
         run.script.make_optimizer(wrapper, run.args)
         with learner.Ops(*rates) as forward, torch.no_grad():
-            fake_memory.read_pass(run, wrapper)
+            fake_memory.forward_pass(run, wrapper)
         with learner.Ops(*rates) as update:
-            fake_memory.read_pass(run, wrapper).mean().backward()
+            fake_memory.forward_pass(run, wrapper).mean().backward()
     for trains, counted in enumerate((forward, update)):
         seconds = plan.pass_seconds(run, run.value_model, rows, trains)
         assert seconds == pytest.approx(counted.seconds, rel=0.15)
