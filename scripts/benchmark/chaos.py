@@ -20,7 +20,6 @@ One line is printed for each run, with the ending and all problems. The exit sta
 are any. Linux only.
 """
 
-import argparse
 import contextlib
 import os
 import random
@@ -35,7 +34,7 @@ from functools import partial
 from pathlib import Path
 
 import psutil
-from debug_runs import REPO, debug_command, flags_of, make_debug_assets, read_lines
+from debug_runs import REPO, debug_command, flags_of, make_debug_assets, make_parser, read_lines
 
 COMMANDS = ("ppo_sync", "ppo", "grpo")  # of scripts/train/debug
 ACCELERATE = ("-m", "accelerate.commands.launch", "--quiet", "--config_file")
@@ -235,9 +234,7 @@ def end_and_resume(start, rank, ending, reference, rng, while_saving):
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--runs", type=int, default=20, help="Number of runs (%(default)s).")
     parser.add_argument("--seed", type=int, default=1, help="Seed of all choices (%(default)s).")
     args = parser.parse_args()

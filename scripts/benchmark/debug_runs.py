@@ -1,5 +1,6 @@
 """Run a script and read its metrics, for the programs in this folder."""
 
+import argparse
 import json
 import os
 import re
@@ -9,6 +10,13 @@ import sys
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parents[2]
+
+
+def make_parser(docstring):
+    """Return a parser whose --help prints a program's docstring as it is."""
+    return argparse.ArgumentParser(
+        description=docstring, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
 
 
 def flags_of(options):

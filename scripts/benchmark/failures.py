@@ -15,7 +15,6 @@ output/failures.jsonl, in the form of docs/data/failures.jsonl, where `sources` 
 diff and the task.
 """
 
-import argparse
 import contextlib
 import hashlib
 import importlib
@@ -29,7 +28,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from debug_runs import REPO, debug_command, make_debug_assets, rounded, run
+from debug_runs import REPO, debug_command, make_debug_assets, make_parser, rounded, run
 
 sys.path += [str(REPO / "scripts" / folder) for folder in (".", "failures", "train/debug")]
 import fork
@@ -237,9 +236,7 @@ def run_script(checks, path, *flags):
 def main():
     if sys.argv[1:2] == ["--run"]:
         return run_script(*sys.argv[2:])
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(FAILURES))
     parser.add_argument("--seeds", type=int, nargs="+", default=[1], help="Seeds of the runs (1).")
     parser.add_argument("--show", action="store_true", help="Print commands and write the task.")

@@ -1,11 +1,6 @@
-"""Count the memory of a learner's GPU with PyTorch, and compare it with the preflight's plan.
+"""Count the memory of a learner's GPU with PyTorch. Tests compare it with the preflight's plan.
 
-    python scripts/benchmark/fake_memory.py  # some minutes
-
-It prints a table with the GiB of each cell in the first table of docs/memory.md. The exit status is
-1 if plan and count differ by more than a tenth.
-
-Tensors are fake (FakeTensorMode): they have shapes but no memory, so the program runs on any
+Tensors are fake (FakeTensorMode): they have shapes but no memory, so the count runs on any
 computer. The scripts' own functions load the models, place and run them, and make the optimizers.
 torch's MemTracker adds up the live tensors in a step's forward passes, and in the forward and
 backward pass of a micro-batch, after gradients and AdamW's moments have been allocated. The ranks
@@ -17,12 +12,9 @@ and vLLM. Attention is that of a CPU, which is fused like a GPU's.
 import contextlib
 import copy
 import functools
-import sys
-import warnings
 from types import SimpleNamespace
 from unittest import mock
 
-import fits
 import learner
 import torch
 from internal import resource_plan as plan
@@ -32,8 +24,6 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import masking_utils
-
-LIMIT = 0.1  # largest difference of plan and count, relative to the count
 
 
 class Tracker(MemTracker):
@@ -162,27 +152,3 @@ def count(run):
         with tracker:
             run_passes(run, models, roles)
     return tracker.peak()
-
-
-def main():
-    warnings.filterwarnings("ignore")
-    too_far = []
-    print("| run | plan | count | plan / count |\n|---|---|---|---|")
-    for row, beginning in fits.ROWS.items():
-        cells = zip(fits.COLUMNS, fits.largest_by_column(beginning), strict=True)
-        for title, (size, _, run) in [cell for cell in cells if cell[1]]:
-            name, planned, counted = (
-                f"{row}: {title}, {size} B",
-                plan.learner_needs(run),
-                count(run),
-            )
-            sizes = f"{planned / plan.GIB:.1f} | {counted / plan.GIB:.1f}"
-            print(f"| {name} | {sizes} | {planned / counted:.2f} |", flush=True)
-            if abs(planned / counted - 1) > LIMIT:
-                too_far.append(name)
-    if too_far:
-        sys.exit(f"plan and count differ by more than {LIMIT:.0%}: {'; '.join(too_far)}")
-
-
-if __name__ == "__main__":
-    main()

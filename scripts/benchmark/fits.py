@@ -40,7 +40,6 @@ ROWS = {
     "80 GB": "one GPU of 80 GB",
     "eight of 80 GB": "8 x 80 GB",
 }
-COLUMNS = ("GRPO", "PPO", "GRPO, adapters", "PPO, adapters")
 
 
 class Run(preflight.Run):
@@ -87,7 +86,7 @@ def largest(name, launches, rank):
 
 
 def largest_by_column(beginning):
-    """Return `largest` for each of the COLUMNS, for launches whose names begin like this."""
+    """Return `largest` for each column, for the launches whose names begin like this."""
     launches = [LAUNCHES[name] for name in LAUNCHES if name.startswith(beginning)]
     columns = itertools.product((0, 16), ("grpo_vllm_async", "ppo_vllm_async"))
     return [largest(name, launches, rank) for rank, name in columns]
@@ -99,7 +98,7 @@ def cell(size, flags, run):
 
 
 def main():
-    columns = " | ".join(COLUMNS)
+    columns = "GRPO | PPO | GRPO, adapters | PPO, adapters"
     print(f"The largest:\n\n| GPUs | {columns} |\n|---|---|---|---|---|")
     for row, beginning in ROWS.items():
         sizes = [found[0] if found else "-" for found in largest_by_column(beginning)]

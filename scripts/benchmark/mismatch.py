@@ -12,14 +12,13 @@ of the head (normal, with a standard deviation of 0.1), a multiplier or a cap. E
 mean difference, the largest one, and the KL, which check_sampler limits.
 """
 
-import argparse
 import sys
 from dataclasses import replace
 from unittest import mock
 
 import numpy as np
 import torch
-from debug_runs import REPO
+from debug_runs import REPO, make_parser
 from transformers import AutoModelForCausalLM
 
 sys.path.insert(0, str(REPO))
@@ -97,9 +96,7 @@ def compare(vllm, model, prompts, tokenizer, args):
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     add = parser.add_argument
     add("--model", default="HuggingFaceTB/SmolLM2-135M-Instruct", help="Folder or Hub name.")
     add("--responses", type=int, default=48, help="Number of responses at each temperature (48).")

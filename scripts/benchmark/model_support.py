@@ -10,7 +10,6 @@ the learner in a step, with full training or with adapters (the fork lora), or t
 the run.
 """
 
-import argparse
 import re
 import sys
 import tempfile
@@ -83,9 +82,7 @@ def cell_of(model, **options):
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = benchmark.make_parser(__doc__)
     add = parser.add_argument
     add("kinds", nargs="*", metavar="KIND", help=", ".join(KINDS))
     add("--dtype", default="float32", help="On GPUs, adapters need bfloat16 (%(default)s).")

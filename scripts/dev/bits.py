@@ -14,7 +14,6 @@ the bit". A key that only one side has is listed, but does not count as a differ
 status is 1 unless all are equal.
 """
 
-import argparse
 import json
 import shlex
 import shutil
@@ -27,7 +26,7 @@ from pathlib import Path
 sys.path += [str(Path(__file__).resolve().parents[1] / name) for name in ("benchmark", "")]
 
 import fork
-from debug_runs import REPO, read_lines, run
+from debug_runs import REPO, make_parser, read_lines, run
 from safetensors.torch import load_file
 
 SCRIPTS = ("ppo_sync.py", "ppo_vllm_async.py", "grpo_vllm_async.py")
@@ -121,9 +120,7 @@ def compare_script(name, folder, args, flags):
 
 def main():
     sys.stdout.reconfigure(line_buffering=True)
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     add = parser.add_argument
     add("old_commit", help="Commit, branch or tag to compare with.")
     add("--steps", type=int, default=8, help="Training steps of each run (%(default)s).")

@@ -94,9 +94,6 @@ def notes_on_files(path, read, split):
         is_of_another_split = SPLITS.search(name) and split and split not in name
         if suffixes.search(name) and not is_hidden and not is_of_another_split:
             unread += [name] if str(file) not in read else []
-    page = Path(path, "README.md")
-    if page.exists() and "config_name:" in page.read_text("utf-8", errors="replace"):
-        yield f"{path}: the rows of all configurations are read; see --dataset_config"
     if unread:
         yield (
             f"{path}: {len(unread):,} files that may hold rows are not read, first {unread[0]}; "
@@ -154,25 +151,20 @@ def notes_on_columns(run, path, rows):
 
 
 def notes_on_ends(run, path, rows):
-    """Note tokens that the tokenizer adds to a text, and prompts that end with a space."""
-    tokenizer, added, spaces = run.tokenizer, {}, []
-    tried = range(0, len(rows), len(rows) // 200 + 1)  # because tokens are added to each row
+    """Note prompts that begin with two begin tokens, and prompts that end with a space."""
+    bos, twice, spaces = run.tokenizer.bos_token, [], []
+    tried = range(0, len(rows), len(rows) // 200 + 1)  # enough to see what happens to all
     for index in tried:
-        row, prompt = rows[index], prompt_of(rows[index])
-        text, ids = run.script.tokenize_prompt(prompt, row, tokenizer)
+        row = rows[index]
+        text, ids = run.script.tokenize_prompt(prompt_of(row), row, run.tokenizer)
         if text.endswith((" ", "\t", "\u00a0")):
             spaces.append(index)
-        if len(ids) > 1 and ids[0] == ids[1] == tokenizer.bos_token_id:
-            added.setdefault((ids[0], "a second time at its beginning"), []).append(index)
-        if isinstance(prompt, str) and ids:
-            plain = tokenizer(prompt, add_special_tokens=False)["input_ids"]
-            if plain and ids[-1] != plain[-1]:
-                added.setdefault((ids[-1], "at its end"), []).append(index)
-    for (token_id, where), indices in added.items():
+        if len(ids) > 1 and ids[0] == ids[1] == run.tokenizer.bos_token_id:
+            twice.append(index)
+    if twice:
         yield (
-            f"{first_of(path, indices, len(tried))}: the tokenizer adds "
-            f"{tokenizer.convert_ids_to_tokens(token_id)!r} {where}; write prompts as messages, or "
-            f"use a tokenizer that does not"
+            f"{first_of(path, twice, len(tried))}: the tokenizer adds {bos!r} a second time at the "
+            f"beginning; write prompts as messages, or without this token"
         )
     if spaces:
         yield (

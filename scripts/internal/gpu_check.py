@@ -26,7 +26,6 @@ second model runner. With VLLM_USE_V2_MODEL_RUNNER=0 in the environment it uses 
 CPUs.
 """
 
-import argparse
 import json
 import math
 import os
@@ -53,7 +52,7 @@ import debug_runs as benchmark
 import fork
 import inspect_run
 import torch
-from debug_runs import REPO, debug_command, flags_of, rounded
+from debug_runs import REPO, debug_command, flags_of, make_parser, rounded
 from torch.nn.functional import scaled_dot_product_attention
 
 DEBUG_MODEL = REPO / "debug_assets" / "model"
@@ -379,9 +378,7 @@ def verdict(line):
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("parts", nargs="*", help="quick, or beginnings of names. Default: all.")
     args = parser.parse_args()
     parts = choose_parts(args.parts)
