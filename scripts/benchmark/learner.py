@@ -6,7 +6,7 @@
 Without a GPU it measures one tiny cell, in seconds. It needs torch, transformers, accelerate,
 pandas, psutil and pyarrow, but neither vLLM, tyro nor datasets. Models have random weights. Steps 5
 to 7 of ppo_vllm_async.py run by its own functions, on 64 rows of 560 tokens, of which 504 are the
-response's. In a cell with "tail", most responses are shorter.
+response's.
 
 A cell is a JSON line:
     seconds         Seconds of each phase of a step, as the median of three steps after a warm-up.
@@ -167,17 +167,14 @@ def load_model(config, model_class, args, is_trained, device, script=script):
 
 
 def make_responses(cell):
-    """Return responses of random tokens, with made-up log-probabilities of the sampler."""
+    """Return responses of random tokens, with invented log-probabilities of the sampler."""
     draw = np.random.default_rng(1)
     prompt_length, length = cell.get("prompt", PROMPT), cell.get("response", RESPONSE)
     responses = []
     for row in range(cell.get("rows", ROWS)):
         prompt_ids = draw.integers(2, 900, prompt_length).tolist()
         prompt = script.Prompt(f"row {row}", "", prompt_ids, None, None, None)
-        count = length
-        if cell.get("tail"):
-            count = min(1 + int(draw.exponential(length / 4)), length)
-        ids, logprobs = draw.integers(2, 900, count), np.full(count, -7.0, np.float32)
+        ids, logprobs = draw.integers(2, 900, length), np.full(length, -7.0, np.float32)
         responses.append(script.Response(prompt, ids, logprobs, True, score=draw.normal()))
     return responses
 
