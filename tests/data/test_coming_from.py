@@ -52,8 +52,8 @@ CHAT = [{"role": "user", "content": "12="}]
 ROW = {"prompt": "12=", "answer": "21", "task": "sort", "hints": [{"text": "sort"}]}
 ESSAY, WRONG = ROW | {"task": "essay"}, ROW | {"answer": "12"}
 BOTH = "accuracy,brevity=0.1"
-# Functions, a row of TRL's dataset, the score of a response with "21" in four tokens, whether it counts
-# as correct, and metrics
+# Functions, a row of TRL's dataset, the score of a response with "21" in four tokens, whether it is
+# correct, and metrics
 GRADED = [
     (BOTH, ROW, 1.025, 1, {"accuracy": 1.0, "brevity": 0.25}),
     (BOTH, ROW | {"prompt": CHAT}, 1.025, 1, {"accuracy": 1.0, "brevity": 0.25}),
