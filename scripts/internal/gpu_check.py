@@ -167,27 +167,21 @@ def in_a_process(part):
 
 
 def plan(command):
-    """Return what the preflight plans for a script with its flags, and its error if it has one."""
+    """Return what the preflight plans for a script with its flags, and its error if there is one.
+
+    plan_gib is the memory that a learner needs, and plan_at_once the number of responses that vLLM
+    generates at once.
+    """
     words = [sys.executable, "scripts/preflight.py", "--num_gpus", "1"]
     words += ["--config_file", "scripts/accelerate/one_gpu.yaml", *command]
     done = ask(*words, check=False, seconds=PROGRAM_LIMIT)
-    figures = read_plan(done.stdout)
+    gib = re.search(r"a learner needs about ([\d.]+) GiB", done.stdout)
+    at_once = re.search(r"enough to generate ([\d,]+) of a step's", done.stdout)
+    figures = {"plan_gib": float(gib[1]) if gib else None}
+    figures["plan_at_once"] = int(at_once[1].replace(",", "")) if at_once else None
     if done.stderr and done.returncode != 0:
         figures["plan_refuses"] = done.stderr.strip()[-ERROR_LENGTH:]
     return figures
-
-
-def read_plan(text):
-    """Return the GiB that a learner needs, and the number of responses that vLLM generates at once.
-
-    They are None if the preflight's output has no plan of a GPU's memory.
-    """
-    gib = re.search(r"a learner needs about ([\d.]+) GiB", text)
-    at_once = re.search(r"enough to generate ([\d,]+) of a step's", text)
-    return {
-        "plan_gib": float(gib[1]) if gib else None,
-        "plan_at_once": int(at_once[1].replace(",", "")) if at_once else None,
-    }
 
 
 def ask_driver(fields):

@@ -136,8 +136,7 @@ def test_rows_keep_every_column_of_trl(convert, tmp_path):
 def test_answer_names_the_column_with_the_ground_truth(convert, capsys):
     row = {"prompt": CHAT, "answer": None, "solution": ["3", "3.0"]}
     assert convert(row, "solution").ground_truth == ["3", "3.0"]
-    errors = {"answer": "2: nothing in `answer`", "label": "no column `label`"}
-    for answer, error in errors.items():
+    for answer, error in {"answer": "2: nothing in `answer`", "label": "no column `label`"}.items():
         with pytest.raises(SystemExit):
             convert(row, answer)
         assert error in "".join(capsys.readouterr())
