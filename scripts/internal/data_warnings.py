@@ -84,7 +84,7 @@ def check_words(tokenizer, path, prompts):
 def notes_on_files(path, read, split):
     """Note files of a local folder that could hold rows but were not read, except other splits."""
     path = os.path.normpath(path)
-    if not os.path.isdir(path) or os.path.exists(os.path.join(path, "state.json")):
+    if not os.path.isdir(path):
         return
     suffixes = re.compile(r"\.(arrow|csv|jsonl?|ndjson|parquet|tsv|txt)(\.\w+)?$", re.IGNORECASE)
     unread = []

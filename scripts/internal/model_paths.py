@@ -81,8 +81,7 @@ def trouble_with_data(path: Path) -> str:
         return trouble_with_files(path) or "rows are read from .jsonl and .parquet files"
     if snapshots := sorted(path.glob("snapshots/*")):
         return f"it is a folder of the Hub's cache; its files are in {snapshots[-1]}"
-    suffixes = (".arrow", ".json", ".jsonl", ".parquet")
-    files = [file for file in sorted(path.rglob("*")) if file.suffix in suffixes]
+    files = [file for file in sorted(path.rglob("*")) if file.suffix in (".jsonl", ".parquet")]
     return trouble_with_files(*files)
 
 
