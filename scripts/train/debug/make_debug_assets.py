@@ -217,37 +217,25 @@ def train(model, tokenizer, prompts, settings):
     raise SystemExit(f"make_debug_assets: {rates}, so the requested rates were not reached")
 
 
-def write_rows(path, prompts, split):
-    """Write prompts in verl's parquet schema (docs/data.md)."""
-    from datasets import Dataset
-
-    rows = [
-        {
-            "data_source": "debug/sorting",
-            "prompt": [{"role": "user", "content": f"{digits}="}],
-            "ability": "math",
-            "reward_model": {"style": "rule", "ground_truth": sort_digits(digits)},
-            "extra_info": {"split": split, "index": i},
-        }
-        for i, digits in enumerate(prompts)
-    ]
-    Dataset.from_list(rows).to_parquet(str(path))
+def messages(digits):
+    return [{"role": "user", "content": f"{digits}="}]
 
 
-def write_pairs(path, prompts, rng, pairs_per_prompt):
-    """Write pairs of the correct answer and a wrong one, for scripts/train_reward_model.py."""
-    from datasets import Dataset
+def make_row(digits, split, index):
+    """Return a prompt in verl's parquet schema (docs/data.md)."""
+    return {
+        "data_source": "debug/sorting",
+        "prompt": messages(digits),
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": sort_digits(digits)},
+        "extra_info": {"split": split, "index": index},
+    }
 
-    rows = [
-        {
-            "prompt": [{"role": "user", "content": f"{digits}="}],
-            "chosen": sort_digits(digits),
-            "rejected": wrong_answer(digits, rng),
-        }
-        for digits in prompts
-        for _ in range(pairs_per_prompt)
-    ]
-    Dataset.from_list(rows).to_parquet(str(path))
+
+def make_pair(digits, rng):
+    """Return the correct answer and a wrong one, for scripts/train_reward_model.py."""
+    correct, wrong = sort_digits(digits), wrong_answer(digits, rng)
+    return {"prompt": messages(digits), "chosen": correct, "rejected": wrong}
 
 
 def main():
@@ -291,11 +279,12 @@ def main():
     args.output_dir.mkdir(parents=True)
     model.save_pretrained(args.output_dir / "model")
     tokenizer.save_pretrained(args.output_dir / "model")
-    write_rows(args.output_dir / "train.parquet", train_prompts, "train")
-    write_rows(args.output_dir / "test.parquet", test_prompts, "test")
-    rng, pairs = random.Random(settings["seed"]), settings["pairs_per_prompt"]
-    write_pairs(args.output_dir / "preference_train.parquet", train_prompts, rng, pairs)
-    write_pairs(args.output_dir / "preference_test.parquet", test_prompts, rng, 1)
+    rng, repeats = random.Random(settings["seed"]), settings["pairs_per_prompt"]
+    for split, chosen, pairs in (("train", train_prompts, repeats), ("test", test_prompts, 1)):
+        rows = [make_row(digits, split, index) for index, digits in enumerate(chosen)]
+        datasets.Dataset.from_list(rows).to_parquet(args.output_dir / f"{split}.parquet")
+        rows = [make_pair(digits, rng) for digits in chosen for _ in range(pairs)]
+        datasets.Dataset.from_list(rows).to_parquet(args.output_dir / f"preference_{split}.parquet")
     settings_path.write_text(stamp, "utf-8")  # last, because a folder without it is made again
     print(
         f"  After {steps} steps, {sampled:.0%} of sampled answers and {greedy:.0%} of greedy ones "
