@@ -4,7 +4,8 @@ import plot_runs
 import pytest
 from helpers.files import write_rows, write_text
 from helpers.programs import call_main
-from plot_runs import Run
+from internal import run_curves
+from internal.run_curves import Run
 
 
 def steps(**metrics):
@@ -19,7 +20,7 @@ def steps(**metrics):
 
 def draw(*runs, x_axis="step"):
     """{title of a panel: its axes} of the metrics of runs"""
-    figure = plot_runs.draw_curves([Run("run", metrics, {}) for metrics in runs], x_axis)
+    figure = run_curves.draw_curves([Run("run", metrics, {}) for metrics in runs], x_axis)
     return {axes.get_title(): axes for axes in figure.axes}
 
 
@@ -72,7 +73,7 @@ def test_metrics_of_one_s_own_come_after_those_of_the_scripts_and_a_run_has_one_
     assert list(panels) == ["Score", "reward/short", "policy/unsure"]
     colors = [[line.get_color() for line in axes.get_lines()] for axes in panels.values()]
     assert colors == [["C0", "C1"], ["C1", "C1"], ["C1"]]
-    head, row, _ = plot_runs.lines_of_table([Run("A", own, {})])
+    head, row, _ = run_curves.lines_of_table([Run("A", own, {})])
     assert " ".join(head.split()) == "run score steps reward/short* reward/short policy/unsure"
     assert " ".join(row.split()) == "A 0.625 2 0.25 0.625 0.85"
 
@@ -91,7 +92,7 @@ def test_runs_own_picture_is_drawn_anew_and_a_comparison_is_not(tmp_path, monkey
         raise OSError("no space is left")
 
     with pytest.raises(OSError, match="no space"):
-        plot_runs.save(write_half, old[0])
+        run_curves.save(write_half, old[0])
     assert old[0].read_bytes()[1:4] == b"PNG" and len([*a.iterdir()]) == 2
 
 
@@ -99,6 +100,6 @@ def test_table_has_the_last_evaluation_and_means_of_the_last_steps():
     scores, rates = [9.0, *[0.5] * 9, 0.7], [0.1, *[None] * 4, 0.8, *[None] * 5]
     seconds = list(range(30, 360, 30))
     lines = steps(objective__scores=scores, eval__scores=rates, time__from_scratch=seconds)
-    table = [line.split() for line in plot_runs.lines_of_table([Run("ppo", lines, {})])]
+    table = [line.split() for line in run_curves.lines_of_table([Run("ppo", lines, {})])]
     assert table[0] == ["run", "score*", "score", "steps", "minutes"]
     assert table[1] == ["ppo", "0.8", "0.52", "11", "5.5"]

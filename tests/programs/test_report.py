@@ -103,7 +103,7 @@ RIGHT = "verifiable_correct_rate"
 
 
 def ill(metrics, rows=(), **arguments):
-    return [each[1:] for each in warning_signs.illnesses(metrics, ARGS | arguments, rows)]
+    return [each[1:] for each in warning_signs.find_warning_signs(metrics, ARGS | arguments, rows)]
 
 
 # Two have no sign in a run's own metrics, one none in those that are recorded, and one is a matter
@@ -201,12 +201,14 @@ def test_docs_have_the_metrics_and_quote_the_rules():
     text = (REPO / "docs/monitoring.md").read_text()
     said = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text).replace("`", "")
     quoted = [
-        words for each in warning_signs.QUESTIONS for words in (each.ask, each.usual, each.then)
+        words
+        for question, _, usual, remedy in warning_signs.QUESTIONS
+        for words in (question, usual, remedy)
     ]
-    quoted += [*map(str, warning_signs.RULES), warning_signs.TRIED]
+    quoted += [*map(str, warning_signs.RULES), warning_signs.VALIDATION_NOTE]
     quoted = [words for words in quoted if words not in said]
     headings = re.findall(r"^### (.*)$", (REPO / "docs/bug_gallery.md").read_text(), re.M)
-    assert quoted == [] and {each for each, _ in warning_signs.FAILURES.values()} <= {*headings}
+    assert quoted == [] and {each for each, _ in warning_signs.BUGS.values()} <= {*headings}
 
 
 # ------------------------------------------------------------------------------ the data
@@ -252,7 +254,7 @@ def test_page_of_a_long_run_is_below_6_mb_with_evenly_spaced_steps_and_all_peaks
     assert max(gaps) - min(gaps) <= 1
     (last,) = rows_of(data["runs"][0]["steps"][-1])
     assert last["gap"] == 28_000 and len(last["ids"]) == len(last["numbers"]["values"]) == 2000
-    assert data["asked"] == 700 > len(data["answers"]) >= 50
+    assert data["num_prompts"] == 700 > len(data["answers"]) >= 50
     curve = data["runs"][0]["curves"]["objective/scores"]
     assert len(curve[0]) == len(curve[1]) <= 520 and curve[0] == sorted(curve[0])
     assert curve[1][curve[0].index(1235)] == 99.0

@@ -56,10 +56,10 @@ function showHead() {
   if (data.table) head.append(make("pre", { className: "table", tabIndex: 0 }, data.table));
 }
 
-function finding([said, link, failure]) {
-  if (!failure) return div("finding", said + ".");
+function finding([sign, link, bug]) {
+  if (!bug) return div("finding", sign + ".");
   const page = make("a", { href: link }, "docs/bug_gallery.md");
-  return div("finding", said + ".", div("", `It looks like ${failure}. `, page));
+  return div("finding", sign + ".", div("", `It looks like ${bug}. `, page));
 }
 
 function showHealth() {
@@ -67,19 +67,19 @@ function showHealth() {
     const rows = run.health.map((row) => {
       const figures = row.figures.map(([name, values]) =>
         div("", explained(name, "name"), " ", make("span", { className: "number" }, values)));
-      const word = row.ill.length ? "⚠ warning sign" : "✓ no warning sign";
-      const then = row.ill.length ? div("dim", row.then + ".") : null;
-      const verdict = div("", div("verdict", word), ...row.ill.map(finding), then);
-      return [row.ask, div("", ...figures), row.usual, verdict];
+      const word = row.signs.length ? "⚠ warning sign" : "✓ no warning sign";
+      const remedy = row.signs.length ? div("dim", row.remedy + ".") : null;
+      const verdict = div("", div("verdict", word), ...row.signs.map(finding), remedy);
+      return [row.question, div("", ...figures), row.usual, verdict];
     });
     const heading = ["question", "this run, from the first step to the last"];
     const box = table([...heading, "in a healthy run", "verdict"], rows);
     [...box.querySelectorAll("tr")].slice(1).forEach((line, i) => {
-      line.className = run.health[i].ill.length ? "ill" : "well";
+      line.className = run.health[i].signs.length ? "unhealthy" : "healthy";
     });
     byId("health").append(nameOf(number) ?? "", box);
   });
-  byId("health").append(make("p", { className: "note" }, data.tried));
+  byId("health").append(make("p", { className: "note" }, data.validation_note));
 }
 
 // ---------------------------------------------------------------------------------------- curves
@@ -243,7 +243,7 @@ function showAnswers() {
     const sign = order.value[0] === "-" ? -1 : 1;
     const value = (prompt) => prompt[3].map(now).find(Boolean)[key] ?? -Infinity;
     if (key) found.sort((a, b) => sign * (value(a) - value(b)));
-    const left = prompts.length < data.asked ? `; the others of ${data.asked} do not fit here` : "";
+    const left = prompts.length < data.num_prompts ? `; the page has no room for the others of ${data.num_prompts}` : "";
     byId("count").textContent = `${found.length} of ${prompts.length} prompts${left}`;
     byId("more").hidden = found.length <= most;
     byId("prompts").replaceChildren(...found.slice(0, most).map(card));
