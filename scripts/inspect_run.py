@@ -147,7 +147,8 @@ def show_responses(rows: list[dict], number: int) -> Iterator:
             yield show_figures(row)
             answer = both_ends(printable(text_of(row)), LETTERS)
             yield Padding(answer, (0, 0, 0, 2), expand=False)
-    yield f"\n{number - left} of {len(rows)} responses are shown (--responses {number}). report.py shows all steps"
+    shown = f"\n{number - left} of {len(rows)} responses are shown (--responses {number})"
+    yield f"{shown}. report.py shows all steps"
 
 
 # ------------------------------------------------------------------------------ the program

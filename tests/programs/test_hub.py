@@ -106,14 +106,14 @@ def test_branch_has_the_files_of_the_run_as_the_dry_run_said(hub, run_dir):
     assert said.startswith("Uploaded to https://hub/me/ppo_sync/tree/run\nTo load it:\n\n")
     # Without --private the owner's default decides who sees a new repo, which False would overrule
     hub.create_repo.assert_called_with("ppo_sync", private=None, exist_ok=True)
-    assert huggingface_hub.get_session().timeout.read == push_to_hub.SILENCE
+    assert huggingface_hub.get_session().timeout.read == push_to_hub.HUB_TIMEOUT
     repo, branch, sent = sent_to(hub)
     assert (repo, branch, listed) == ("me/ppo_sync", "run", sorted(sent))
     card = sent.pop("README.md").decode()
     assert card == dry.replace("LOGIN/ppo_sync", "me/ppo_sync")
     model = files_of(run_dir / "model")
     del model["README.md"]
-    assert sent == model | {name: before[name] for name in push_to_hub.BESIDES}
+    assert sent == model | {name: before[name] for name in push_to_hub.RUN_FILES}
     assert [words for words in CARD if words not in card] == []
     assert "datasets:" not in card  # a file of this machine is no dataset of the hub
     assert str(run_dir.parent) not in card and "tracked" not in card
