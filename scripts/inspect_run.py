@@ -21,21 +21,10 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
+from internal import run_summary as summary
 from internal.run_curves import Run, draw_run, lines_of_table
 from internal.run_files import read_args, read_lines, read_metrics, read_rollouts
-from internal.run_summary import (
-    both_ends,
-    describe_costs,  # noqa: F401  (gpu_check.py looks for it here)
-    describe_evaluations,
-    describe_run,
-    describe_speed,
-    describe_troubles,
-    in_one_line,
-    printable,
-    show_figures,
-    show_score,
-    show_truth,
-)
+from internal.run_summary import describe_costs  # noqa: F401  (gpu_check.py looks for it here)
 from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
@@ -47,7 +36,7 @@ LETTERS = 500  # characters that are shown of a response
 
 
 def end_of_prompt(row: dict) -> str:
-    prompt = in_one_line(row["prompt"])
+    prompt = summary.in_one_line(row["prompt"])
     return prompt if len(prompt) <= 200 else f"... {prompt[-200:]}"
 
 
@@ -55,9 +44,6 @@ def text_of(row: dict) -> str:
     """Return a response. If it has several turns, observations are in brackets."""
     turns = row.get("turns") or [row["response"]]
     return " ".join(f"[{turn}]" if i % 2 else turn for i, turn in enumerate(turns))
-
-
-# ------------------------------------------------------------------------------ --summary
 
 
 def describe_samples(samples: list[dict], number: int = 3) -> list[str]:
@@ -77,8 +63,8 @@ def describe_samples(samples: list[dict], number: int = 3) -> list[str]:
         lines += ["", end_of_prompt(by_version[versions[0]])]
         for when, version in ends.items():
             row = by_version[version]
-            answer = both_ends(in_one_line(text_of(row)), 200)
-            lines.append(f"  {when}, score {show_score(row['score'])}: {answer}")
+            answer = summary.both_ends(summary.in_one_line(text_of(row)), 200)
+            lines.append(f"  {when}, score {summary.show_score(row['score'])}: {answer}")
     return lines
 
 
@@ -113,14 +99,12 @@ def next_steps(run_dir: Path) -> list[str]:
 
 def print_summary(run_dir: Path, metrics: list[dict]):
     draw_run(run_dir)
-    sentences = [*describe_evaluations(metrics), *describe_troubles(metrics)]
-    sentences += [describe_speed(metrics), *describe_samples(read_lines(run_dir / "samples.jsonl"))]
+    sentences = [*summary.describe_evaluations(metrics), *summary.describe_troubles(metrics)]
+    sentences.append(summary.describe_speed(metrics))
+    sentences += describe_samples(read_lines(run_dir / "samples.jsonl"))
     names = [name for name, file in FILES.items() if (run_dir / file).exists()]
     sentences += ["", f"{', '.join(names).capitalize()}: {run_dir}", *next_steps(run_dir)]
     print(*(sentence for sentence in sentences if sentence is not None), sep="\n")
-
-
-# ------------------------------------------------------------------------------ the last responses
 
 
 def show_responses(rows: list[dict], number: int) -> Iterator:
@@ -140,18 +124,15 @@ def show_responses(rows: list[dict], number: int) -> Iterator:
             break
         left -= len(shown)
         yield Text(f"\n{end_of_prompt(group[0])}", "bold")
-        yield from show_truth(group[0])
+        yield from summary.show_truth(group[0])
         if len(group) > 1:
-            yield "Scores: " + " ".join(show_score(row["score"]) for row in group)
+            yield "Scores: " + " ".join(summary.show_score(row["score"]) for row in group)
         for row in shown:
-            yield show_figures(row)
-            answer = both_ends(printable(text_of(row)), LETTERS)
+            yield summary.show_figures(row)
+            answer = summary.both_ends(summary.printable(text_of(row)), LETTERS)
             yield Padding(answer, (0, 0, 0, 2), expand=False)
     shown = f"\n{number - left} of {len(rows)} responses are shown (--responses {number})"
     yield f"{shown}. report.py shows all steps"
-
-
-# ------------------------------------------------------------------------------ the program
 
 
 def show_run(run_dir: Path, args: dict, metrics: list[dict], number: int) -> Iterator:
@@ -161,7 +142,7 @@ def show_run(run_dir: Path, args: dict, metrics: list[dict], number: int) -> Ite
         yield "No step has finished yet"
         return
     yield "\n".join(["", *lines_of_table([Run(args["run_name"], metrics, args)]), ""])
-    yield from describe_run(run_dir, args, metrics)
+    yield from summary.describe_run(run_dir, args, metrics)
     steps = read_rollouts(run_dir)
     if steps:
         yield from show_responses([json.loads(row) for row in steps[max(steps)]], number)
@@ -173,8 +154,8 @@ def main():
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("run", type=Path, help="Folder of the run.")
-    summary = "Print the summary that the scripts print at the end of a run."
-    parser.add_argument("--summary", action="store_true", help=summary)
+    at_end = "Print the summary that the scripts print at the end of a run."
+    parser.add_argument("--summary", action="store_true", help=at_end)
     responses = "Number of responses to show, up to two for each prompt (default 8)."
     parser.add_argument("--responses", type=int, default=8, metavar="N", help=responses)
     options = parser.parse_args()

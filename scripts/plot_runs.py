@@ -17,14 +17,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from internal.run_curves import (
-    X_AXES,
-    draw_curves,
-    draw_lengths,
-    lines_of_table,
-    read_runs,
-    save,
-)
+from internal.run_curves import X_AXES, draw_curves, draw_lengths, lines_of_table, read_runs, save
 
 
 def main():

@@ -41,13 +41,12 @@ NO_NUMBERS = {"token_ids", "turns", "observed"}
 
 
 class Detail(NamedTuple):
-    """How much the page shows at most of each item."""
-
     characters: int  # of a text
     tokens: int  # of a response
     evaluations: int  # of a held-out prompt
 
 
+# The most that the page shows of an item; there are fewer details if too few items would fit
 DETAILS = Detail(6000, 2000, 99), Detail(2000, 400, 10), Detail(500, 80, 3)
 
 

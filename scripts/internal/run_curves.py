@@ -77,9 +77,6 @@ class Run(NamedTuple):
     args: dict  # of args.json, or empty without it
 
 
-# ------------------------------------------------------------------------------ reading
-
-
 def read_runs(run_dirs: list[Path]) -> list[Run]:
     """Read runs. Several runs are named by their paths, because folders can have equal names."""
     runs = []
@@ -107,9 +104,6 @@ def names_in(runs: list[Run]) -> set[str]:
 def short_name(name: str) -> str:
     """Return the name that a metric of held-out prompts shares with its training counterpart."""
     return name.removeprefix("eval/").removeprefix("objective/")
-
-
-# ------------------------------------------------------------------------------ the picture
 
 
 def points_of(metrics: list[dict], key: str, x_axis: str = "step") -> list[tuple[float, float]]:
@@ -256,9 +250,6 @@ def draw_lengths(run_dir: Path):
     title = f"{len(lengths):,} prompts of {shortest} to {longest} tokens, limit {limit}"
     axes.set_title(title)
     save(figure.savefig, run_dir / "token_length.png")
-
-
-# ------------------------------------------------------------------------------ the table
 
 
 def last_number(metrics: list[dict], name: str, is_mean: bool) -> str:

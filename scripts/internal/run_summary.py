@@ -25,9 +25,6 @@ WAITS = ["wait_for_generation", "wait_for_prompts"]
 NOTABLE_FRACTION = 0.15  # of the time, from which a wait is reported
 
 
-# ---------------------------------------------------------------------------------------- responses
-
-
 def printable(text: str) -> str:
     """Replace the control characters that a terminal would obey."""
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", " ", text)
@@ -73,9 +70,6 @@ def show_figures(row: dict) -> str:
     figures += [f"the reward failed: {in_one_line(reason[:200])}"] if reason else []
     end = "complete" if row["stopped"] else "truncated"
     return printable(", ".join([*figures, f"{row['length']} tokens", end]))
-
-
-# ------------------------------------------------------------------------------- the whole run
 
 
 def describe_run(run_dir: Path, args: dict, metrics: list[dict]) -> list[str]:
@@ -138,9 +132,6 @@ def describe_troubles(metrics: list[dict]) -> list[str]:
             "--non_stop_penalty helps"
         )
     return sentences
-
-
-# -------------------------------------------------------------------------------------- speed
 
 
 def describe_speed(metrics: list[dict]) -> str | None:
@@ -209,9 +200,6 @@ def describe_wait_of_learner(waited: float, seconds: Counter) -> str:
         f"The learner waited for {' and '.join(slow)} {waited:.0%} of the time. The time of a "
         f"batch: {parts}. {'. '.join(GENERATION[part] for part in slow)}"
     )
-
-
-# -------------------------------------------------------------------------------------- costs
 
 
 def model_flops(run_dir: Path, args: dict, metrics: list[dict]) -> tuple[float, float] | None:

@@ -215,9 +215,6 @@ class History:
         return max([0, *rates]) > 0.95
 
 
-# -------------------------------------------------------------------- signs other than limits
-
-
 def step_1_mismatches(run: History) -> bool:
     # The same limit as check_sampler's in the scripts
     limit = 0.015 / min(1, run.args.get("temperature", 1))
@@ -278,9 +275,6 @@ SIGNS = [
     (LEARNS, "The returns of step 1 do not end with the score", returns_lack_score, "reward_late"),
     (LEARNS, "eval/scores repeats to the last digit", evaluation_repeats, "stale_weights"),
 ]
-
-
-# -------------------------------------------------------------------------------------- all signs
 
 
 def longest_streak(values: list[bool]) -> int:

@@ -18,7 +18,6 @@ The sandbox is bubblewrap (`apt-get install bubblewrap`; 0.8 or newer, Linux 5.1
 or aarch64). A program in it has no network, an empty environment, and its own /tmp in memory. It
 can read the system, but not /home, /root or this project, and it cannot make the system calls of
 CLOSED_CALLS. Without bubblewrap this file cannot be imported, so no program ever runs unprotected.
-
 Limits are constants below. Four of them are environment variables: TANDEM_SANDBOX_SECONDS per test
 case, TANDEM_SANDBOX_TOTAL_SECONDS per response, TANDEM_SANDBOX_MEMORY_MB per process and for the
 sum of all processes, and TANDEM_SANDBOX_PROCESSES per response (threads count).
@@ -41,15 +40,11 @@ Three kinds of test cases are judged in two places:
 3. Any other assertion, and HumanEval's `check`, are judged by the process of the program itself. A
    malicious program can pass them, for example with objects that equal everything.
 
-Some gaps remain, because an ordinary user cannot close them on every system:
-
-- The sum of memory is checked 20 times a second. Between two checks processes can use more, each up
-  to its own limit.
-- A program can read the system (/proc, /usr).
-- A hole in the kernel is a hole in the sandbox.
-
-Correct programs cannot use sockets other than pairs (and so no multiprocessing.Manager), shared
-memory or semaphores by name (and so no multiprocessing.Pool), or os.nice.
+Some gaps remain, because an ordinary user cannot close them on every system. The sum of memory is
+checked only 20 times a second, and in between each process is held only by its own limit. A program
+can read /proc and /usr. A hole in the kernel is a hole in the sandbox. Correct programs cannot use
+sockets other than pairs (and so no multiprocessing.Manager), shared memory or semaphores by name
+(and so no multiprocessing.Pool), or os.nice.
 """
 
 import ast

@@ -65,9 +65,6 @@ def canonical(value: object) -> str:
     raise TypeError(f"not plain data: {type(value)}")
 
 
-# ------------------------------------------------------------------------- the program's process
-
-
 def set_limits(limits: dict):
     """Limit this process and its children."""
     for name, value in (
@@ -130,9 +127,6 @@ def run_child(job: dict, case: dict, secret: bytes, source: int, sink: int):
     result = eval(compile(case["call"], "test.py", "eval"), module.__dict__)
     with open(sink, "w", encoding="utf-8") as file:
         file.write(canonical(result))
-
-
-# ------------------------------------------------------------------------------------- process 1
 
 
 def memory_of(process: str) -> int:
@@ -231,18 +225,6 @@ def run_case(job: dict, case: dict, job_file: int) -> dict:
     return {"reached_end": reached_end, "stdout": stdout}
 
 
-def empty_folder(folder: str):
-    """Remove what a folder contains.
-
-    If this fails, because the program prevents it, there are no further test cases.
-    """
-    for entry in os.scandir(folder):
-        if entry.is_dir(follow_symlinks=False):
-            shutil.rmtree(entry.path)
-        else:
-            os.unlink(entry.path)
-
-
 def read_text(file: int) -> dict:
     return json.loads(os.read(file, int.from_bytes(os.read(file, 8), "big")))
 
@@ -262,7 +244,12 @@ def main():
     print("{}", flush=True)
     for _ in range(job["number_cases"]):
         case = read_text(job_file)
-        empty_folder("/tmp")
+        # If a program makes its files impossible to remove, there are no further test cases
+        for entry in os.scandir("/tmp"):
+            if entry.is_dir(follow_symlinks=False):
+                shutil.rmtree(entry.path)
+            else:
+                os.unlink(entry.path)
         print(json.dumps(run_case(job, case, job_file)), flush=True)
 
 
