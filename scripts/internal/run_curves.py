@@ -66,7 +66,7 @@ COLUMNS = {
     "minutes": ("time/from_scratch", False),
 }
 FOOTNOTE = (
-    "* In the last evaluation, on held-out prompts or pairs. Other columns, except steps and "
+    "* of the last evaluation, on held-out prompts or pairs. Other columns, except steps and "
 )
 FOOTNOTE += f"minutes, are means over the last {LAST_STEPS} steps"
 

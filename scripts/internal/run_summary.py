@@ -2,7 +2,6 @@
 
 import json
 import re
-import sys
 import time
 from collections import Counter
 from itertools import pairwise
@@ -202,24 +201,18 @@ def describe_wait_of_learner(waited: float, seconds: Counter) -> str:
     )
 
 
-def model_flops(run_dir: Path, args: dict, metrics: list[dict]) -> tuple[float, float] | None:
+def model_flops(plan, run_dir: Path, args: dict, metrics: list[dict]) -> tuple[float, float]:
     """Return a token's model FLOPs in an update, and in the forward passes before it.
 
-    They are resource_plan.flops_of_token for the policy and the value model, which has no head. In
-    GRPO the first mini-batch has no forward pass of the policy before its update. Return None if
-    the run has no saved model.
+    They are those of the policy and the value model, which has no head. In GRPO the policy has no
+    forward pass over the first mini-batch before its update. plan: the module resource_plan.
     """
-    model = run_dir / "model"
-    if not (model / "config.json").is_file():
-        return None
-    from internal import resource_plan as plan  # which loads torch
-
-    config = json.loads((model / "config.json").read_bytes())
+    config = json.loads((run_dir / "model/config.json").read_bytes())
     config = SimpleNamespace(**config.get("text_config") or config)
     lengths = [line["val/sequence_lengths"] for line in metrics]
     prompts = json.loads((run_dir / "prompt_lengths.json").read_bytes())
     attention = config.num_hidden_layers * plan.widths(config)[0] * (mean(lengths) + mean(prompts))
-    matrices, has_adapters = matrices_in(model), bool(args.get("lora_rank"))
+    matrices, has_adapters = matrices_in(run_dir / "model"), bool(args.get("lora_rank"))
     forward, update = plan.flops_of_token(matrices, attention, has_adapters)
     epochs, is_ppo = args["num_epochs"], "value_learning_rate" in args
     left_out = 0 if is_ppo else epochs / args["updates_per_step"]
@@ -234,15 +227,16 @@ def model_flops(run_dir: Path, args: dict, metrics: list[dict]) -> tuple[float, 
 def describe_utilization(run_dir: Path, args: dict, metrics: list[dict], times: dict) -> str:
     """Return model FLOPs as fractions of the learners' peak, or "" if they are not known."""
     gpu = args.get("provenance", {}).get("gpu")
-    flops = model_flops(run_dir, args, metrics) if gpu else None
-    peak = flops and sys.modules["internal.resource_plan"].peak_of(gpu)
-    if not peak:
+    if not gpu or not (run_dir / "model/config.json").is_file():
         return ""
-    peak_per_token = (
-        peak[0] * args["world_size"] / mean(line["val/update_tokens"] for line in metrics)
-    )
-    in_updates = flops[0] / times["update"] / peak_per_token
-    overall = sum(flops) / times["training"] / peak_per_token
+    from internal import resource_plan as plan  # which loads torch
+
+    if not plan.peak_of(gpu):
+        return ""
+    peak = plan.peak_of(gpu)[0] * args["world_size"]
+    tokens = mean(line["val/update_tokens"] for line in metrics)
+    update, before = (tokens * flops / peak for flops in model_flops(plan, run_dir, args, metrics))
+    in_updates, overall = update / times["update"], (update + before) / times["training"]
     return f"; model FLOPs {in_updates:.1%} of the peak in updates, {overall:.1%} overall ({gpu})"
 
 
