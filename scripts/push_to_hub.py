@@ -29,49 +29,7 @@ from requests.utils import get_netrc_auth
 
 RUN_FILES = ("curves.png", "args.json", "metrics.jsonl")  # uploaded in addition to the model
 HUB_TIMEOUT = 60  # seconds without an answer of the Hub; without a limit the client waits forever
-# A Jinja template, like huggingface_hub's own card
-CARD = """\
----
-{{ card_data }}
----
-
-# {{ args.run_name }}
-
-{{ "A reward model, trained" if method == "reward model" else "Trained by " + method }} with \
-Tandem. The experiment is called `{{ args.exp_name }}`.
-
-| | |
-|---|---|
-{% for name, fact in facts.items() if fact -%}
-| {{ name }} | {{ fact }} |
-{% endfor %}
-{%- if evaluations %}
-## Figures
-
-| held-out prompts |{% for line in evaluations %} after step \
-{{ line.get("eval/policy_version", line.training_step)|int }} |{% endfor %}
-|---|{{ "---|" * evaluations|length }}
-{% for name in evaluations[-1] if name.startswith("eval/") and name != "eval/policy_version" -%}
-| `{{ name[5:] }}` |
-{%- for line in evaluations %} {{ "%.4g" % line[name] if name in line }} |{% endfor %}
-{% endfor -%}
-{% endif -%}
-{% if has_curves %}
-![Curves of the run](curves.png)
-{% endif %}
-## Use
-
-```python
-{{ call }}```
-{% if command %}
-## Command
-
-```bash
-{{ command }}
-```
-{% endif %}
-`args.json` has all flags, `metrics.jsonl` the metrics of each step.
-"""
+CARD = Path(__file__).parent / "internal/model_card.jinja"
 
 
 def method_of(args: dict) -> str:
@@ -156,7 +114,7 @@ def make_card(run_dir: Path, args: dict, repo: str, revision: str) -> str:
     evaluations = [line for line in metrics if any(name.startswith("eval/") for name in line)]
     card = ModelCard.from_template(
         data,
-        template_str=CARD,
+        template_str=CARD.read_text("utf-8"),
         args=args,
         method=method,
         facts=facts_of(args, metrics[-1]),

@@ -5,10 +5,9 @@
 This makes the model and the data in half a minute on a CPU core. scripts/train/debug/multiturn.sh
 trains the model.
 
-The correct answer to "38*947" is "35986". Instead of answering, the model can ask the calculator by
-"=38*947", and is shown the product. The model was first trained on demonstrations of asking and
-copying, then on many guesses and a few that ask. From a reward of 0 or 1 it has to learn that
-asking pays.
+The correct answer to "38*947" is "35986". The model can ask the calculator instead, by "=38*947",
+and is shown the product. It was trained on demonstrations of asking and copying, then on many
+guesses and a few that ask. From a reward of 0 or 1 it has to learn that asking pays.
 
 The model is the Qwen2 of 0.1 M parameters over characters that
 scripts/train/debug/make_debug_assets.py makes, with one more token. The same settings give the same
@@ -78,10 +77,7 @@ def demonstrate(question, kind, rng):
 
 
 def encode(tokenizer, conversations):
-    """Return token ids and labels of demonstrations: (conversations, length).
-
-    Labels are -100 for what the model reads.
-    """
+    """Return token ids, and labels with -100 for what is read: (conversations, length)."""
     import torch
 
     rows = []

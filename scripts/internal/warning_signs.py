@@ -5,70 +5,15 @@ how often the rules were correct on runs that they were not chosen on.
 """
 
 import math
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby, pairwise
+from pathlib import Path
 from typing import NamedTuple
 
-# What each metric is. It covers the whole batch and all ranks unless it says otherwise
-METRICS = {
-    "episode": "responses trained on so far",
-    "epoch": "epochs of the training prompts so far",
-    "lr": "learning rate of the policy; 0 while only the value model is trained",
-    "objective/scores": "mean score of a response",
-    "objective/scores_std": "standard deviation of the scores over the batch",
-    "objective/verifiable_score": "mean of what the reward function returned",
-    "objective/verifiable_correct_rate": "fraction of correct responses, by the reward function",
-    "objective/reward_model_score": "mean score from the reward model",
-    "objective/reward/NAME": "mean of what the reward function returned as NAME",
-    "objective/reward_failures": "fraction of responses for which the reward function failed",
-    "objective/kl": "logp - logp_ref, summed over a response; mean over responses",
-    "objective/non_score_reward": "-beta x KL (GRPO: --kl_estimator), summed over a response; mean",
-    "objective/rlhf_reward": "score plus -beta x KL; mean over the responses that have a score",
-    "objective/entropy": "-logp, summed over a response's sampled tokens; mean over responses",
-    "objective/loss": "the loss that an update minimizes; mean over the step's updates",
-    "objective/sequence_lengths": "tokens of a response, including its stop token",
-    "objective/stop_rate": "fraction of responses that ended before --response_length",
-    "policy/entropy_avg": "exact entropy of a token's distribution, in nats; mean over tokens",
-    "policy/approxkl_avg": "(new - old)^2 / 2 of log-probabilities; mean over tokens",
-    "policy/clipfrac_avg": "fraction of tokens whose ratio is clipped",
-    "policy/version": "steps that the learner had completed before this one",
-    "policy/staleness": "policy/version minus the steps of the policy that generated the batch",
-    "loss/policy_avg": "the clipped loss; mean over tokens",
-    "loss/value_avg": "half the squared error of the values; mean over tokens",
-    "loss/kl_avg": "the KL term, before beta; mean over tokens",
-    "val/ratio": "new / old probability; mean over tokens",
-    "val/ratio_var": "squared distance of new / old from 1; mean over tokens",
-    "val/clipfrac_avg": "fraction of tokens for which the value loss is clipped",
-    "val/explained_variance": "variance of returns that values explain: 1 all, 0 as a constant",
-    "val/sequence_lengths": "tokens of a response, including its stop token",
-    "val/num_stop_token_ids": "number of responses that ended with a stop token",
-    "val/zero_variance_groups": "number of groups whose scores are all equal",
-    "val/update_tokens": "tokens in the rows of the step's updates, including prompts",
-    "optim/grad_norm": "norm of the policy's gradient before clipping; mean over updates",
-    "optim/value_grad_norm": "norm of the value model's gradient; as optim/grad_norm",
-    "mismatch/logprob_diff_mean": "|learner's - sampler's log-probability|; mean over tokens",
-    "mismatch/logprob_diff_max": "|learner's - sampler's log-probability|; the largest",
-    "mismatch/kl": "KL of the sampler to the learner (k3); mean over tokens",
-    "mismatch/ess": "effective sample size by the importance weights, as a fraction of the tokens",
-    "mismatch/tis_clipfrac": "fraction of importance weights that are capped at --tis_cap",
-    "time/training": "seconds of the step",
-    "time/weight_sync": "seconds of sending the weights to vLLM",
-    "time/generation": "seconds of generation, on rank 0",
-    "time/reward": "seconds of the reward function, on rank 0",
-    "time/reward_model": "seconds of the reward model",
-    "time/forward": "seconds of the forward passes before the updates",
-    "time/update": "seconds of the updates",
-    "time/checkpoint": "seconds of saving a checkpoint",
-    "time/evaluation": "seconds of generating and grading an evaluation",
-    "time/from_scratch": "seconds since the run began",
-    "time/wait_for_generation": "seconds that the learner waited for the batch",
-    "time/wait_for_prompts": "seconds that generation waited for the learner, on rank 0",
-    "perf/episodes_per_second": "responses per second of the step",
-    "perf/response_tokens_per_second": "response tokens per second of the step",
-    "perf/memory_gib": "GiB of rank 0 without vLLM: on a GPU the peak so far, on a CPU now",
-    "eval/policy_version": "steps of the policy that answered the held-out prompts",
-}
+# {metric: what it is}
+METRICS = tomllib.loads(Path(__file__).with_name("metrics.toml").read_text("utf-8"))
 OF_HELD_OUT = "scores verifiable_score verifiable_correct_rate reward_model_score reward_failures"
 for _name in (*OF_HELD_OUT.split(), "reward/NAME", "sequence_lengths", "stop_rate"):
     METRICS[f"eval/{_name}"] = f"{METRICS[f'objective/{_name}']}, on held-out prompts"

@@ -106,8 +106,7 @@ def compute_score(
 ) -> float:
     """Return the fraction of the test cases that the program passes.
 
-    Raise ValueError if the form of the ground truth is not known, and RuntimeError if the sandbox
-    does not start.
+    Raise ValueError for a ground truth of no known form, and RuntimeError if no sandbox starts.
     """
     prefix, cases = parse_ground_truth(ground_truth)
     return sum(run_in_sandbox(prefix + extract_code(response), cases)) / len(cases)
@@ -280,10 +279,7 @@ def make_case(setup: str, test: str | dict) -> dict:
 
 
 def stdin_case(given: str | list, expected: str | list) -> dict:
-    """Return the test case of a program that reads stdin and writes stdout.
-
-    In APPS both texts can be lists of lines.
-    """
+    """Return the test case of a program that reads and writes. APPS can have lists of lines."""
     texts = ["\n".join(part) if isinstance(part, list) else part for part in (given, expected)]
     if not all(isinstance(text, str) for text in texts):
         raise ValueError(f"what is read and written must be text; it is {str(texts)[:200]}")
@@ -291,9 +287,7 @@ def stdin_case(given: str | list, expected: str | list) -> dict:
 
 
 def equality_case(setup: str, test: str) -> dict | None:
-    """Return the test case of an assertion that something equals a literal.
-
-    Return None for any other test.
+    """Return the test case of an assertion that something equals a literal, or None for others.
 
     >>> equality_case("", "assert f(2) == 4, 'two'")
     {'setup': '', 'call': 'f(2)', 'expected': '4/1'}
@@ -371,13 +365,16 @@ def sandbox_command(drop_root: bool) -> list[str]:
 
 def run_in_sandbox(code: str, cases: list[dict], command: list[str] | None = None) -> list[bool]:
     """Return whether each case passed. Raise RuntimeError if the sandbox did not start."""
-    limits = {"case_seconds": CASE_SECONDS, "memory": MEMORY_MB << 20, "processes": PROCESSES}
-    limits |= {"file": TMP_MB << 18, "files": 64, "output": OUTPUT_BYTES}
+    memory = MEMORY_MB << 20
+    limits = {"case_seconds": CASE_SECONDS, "memory": memory, "output": OUTPUT_BYTES}
+    # The names are those of setrlimit
+    rlimits = {"AS": memory, "NPROC": PROCESSES, "FSIZE": TMP_MB << 18, "NOFILE": 64, "CORE": 0}
     column = list(ARCHITECTURES).index(platform.machine())
     calls = {"architecture": ARCHITECTURES[platform.machine()]}
     calls["closed"] = [numbers[column] for numbers in CLOSED_CALLS.values()]
     calls["restricted"] = [(numbers[column], first) for numbers, first in RESTRICTED_CALLS.values()]
-    job = {"code": code, "number_cases": len(cases), "limits": limits, "filter": calls}
+    job = {"code": code, "number_cases": len(cases), "filter": calls}
+    job |= {"limits": limits, "rlimits": rlimits}
     sent = [{name: value for name, value in case.items() if name != "expected"} for case in cases]
     with open(os.memfd_create("job"), "w+b") as job_file:
         for text in (json.dumps(part).encode() for part in (job, *sent)):

@@ -65,18 +65,6 @@ def canonical(value: object) -> str:
     raise TypeError(f"not plain data: {type(value)}")
 
 
-def set_limits(limits: dict):
-    """Limit this process and its children."""
-    for name, value in (
-        (resource.RLIMIT_AS, limits["memory"]),
-        (resource.RLIMIT_NPROC, limits["processes"]),
-        (resource.RLIMIT_FSIZE, limits["file"]),
-        (resource.RLIMIT_NOFILE, limits["files"]),
-        (resource.RLIMIT_CORE, 0),
-    ):
-        resource.setrlimit(name, (value, value))
-
-
 def filter_calls(architecture: int, closed: list[int], restricted: list[tuple[int, int]]):
     """Close system calls to this process and its children with a seccomp filter.
 
@@ -106,7 +94,8 @@ def run_child(job: dict, case: dict, secret: bytes, source: int, sink: int):
     The program reads from the file `source`. What it prints goes to `sink`, if that is what the
     case asks for. A call's value goes there otherwise, or the secret if a test raised no error.
     """
-    set_limits(job["limits"])
+    for name, value in job["rlimits"].items():
+        resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (value, value))
     filter_calls(**job["filter"])
     reads_stdin = "stdin" in case
     os.dup2(sink if reads_stdin else 0, 1)  # 0 is still /dev/null here
