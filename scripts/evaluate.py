@@ -33,7 +33,6 @@ It writes responses.jsonl and evaluation.json, which also has the figures of eac
 data source, in RUN/evaluations/NAME.
 """
 
-import argparse
 import hashlib
 import importlib
 import inspect
@@ -53,7 +52,7 @@ from pathlib import Path
 import pandas
 from fork import import_fork
 from internal import model_paths
-from internal.run_files import NONE_RIGHT, is_right, read_args, read_lines
+from internal.run_files import NONE_RIGHT, is_right, make_parser, read_args, read_lines
 
 ROOT = Path(__file__).resolve().parent.parent
 # The arguments that decide which responses are generated, and what they score. Dtype and seed are
@@ -96,12 +95,11 @@ def wilson(fraction: float, count: float) -> tuple[float, float]:
 def estimate(values: list[float], low: float = 0.0, high: float = 1.0) -> dict:
     """Return the mean of the prompts' values, with Wilson's interval scaled to [low, high].
 
-    If every value is low or high, such as 0 and 1, the interval's count is the number of prompts.
-    Other values vary less, so their count is higher: it is the number of prompts at which a mean of
-    only low and high values would have the same variance.
-
-    low and high: the limits of a value, or if it has none, the extremes that were seen. With 30
-    prompts or more, the interval is then close to the mean plus and minus 1.96 standard errors.
+    low and high are the limits of a value, or if it has none, the extremes that were seen. If every
+    value is low or high, such as 0 and 1, the interval's count is the number of prompts. Other
+    values vary less. Their count is the higher number of prompts at which a mean of only low and
+    high values would have the same variance. From 30 prompts on, the interval is close to the mean
+    plus and minus 1.96 standard errors if values are not near a limit.
 
     >>> estimate([1.0] * 15 + [0.0] * 5)
     {'mean': 0.75, 'low': 0.5313, 'high': 0.8881, 'prompts': 20}
@@ -199,9 +197,7 @@ def compare(rows: list[dict], other_rows: list[dict], worth: float = 1.0) -> dic
     """Return the differences in score and pass@1 on the prompts for which both models have them."""
     figures, other_figures = figures_of(rows, worth), figures_of(other_rows, worth)
     comparison = {}
-    for name in ("score", "pass@1"):
-        if name not in figures or name not in other_figures:
-            continue
+    for name in [name for name in ("score", "pass@1") if name in figures and name in other_figures]:
         (values, *limits), (other_values, *other_limits) = figures[name], other_figures[name]
         differences = (values - other_values).dropna().tolist()
         span = max(limits + other_limits) - min(limits + other_limits)
@@ -337,11 +333,10 @@ def settings_of(script, args, options, prompts):
 
 
 def find_others(evaluation, run_dir, compared, fail):
-    """Return the folders of evaluations to compare with, which are the newest of each other model.
+    """Return folders to compare with, the newest of each other model, and reasons against others.
 
-    Also return lines that say why other models are not among them. compared: the folder of
-    --compare, which must have an evaluation, or None for those of this run, if there are any.
-    fail: as in evaluate.
+    compared: the folder of --compare, which must have an evaluation, or None for those of this run,
+    if there are any. fail: as in evaluate.
     """
     found, differing = {}, {}
     for path in sorted((compared or run_dir).glob("**/evaluation.json")):
@@ -411,8 +406,7 @@ def sample(script, prompts, args, options):
         # Rounding the merged model to bfloat16 would lose a part of what it learned
         model_path = str(options.model or args.model_name_or_path)
         args = replace(args, model_name_or_path=model_path)  # vLLM loads it from there
-    # The model is loaded on the CPU only for its weights, which vLLM gets one by one, so that a GPU
-    # never holds a second copy
+    # vLLM gets the weights from the CPU one by one, so that a GPU never holds a second copy
     on_cpu = replace(args, model_name_or_path=model_path, attn_implementation="eager")
     policy_class = script.AutoModelForCausalLM
     model = script.load_model(policy_class, model_path, on_cpu, trained=has_adapter)
@@ -523,10 +517,7 @@ def evaluate(options, fail):
 
 def main():
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends this at once
-    sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may support only ASCII
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     add = parser.add_argument
     add("run", type=lambda path: Path(path).expanduser(), help="Folder of the run.")
     add("--samples", type=int, default=1, help="Answers per prompt (default 1).")

@@ -96,10 +96,10 @@ def import_fork(name, script=SCRIPTS[0]):
 
 
 def changes_in(diff, text):
-    """Return a diff's changes to a text, each as (index of a line, lines to remove, lines to add).
+    """Return a diff's changes as (index of the first line, number of lines to remove, new lines).
 
     A change is made where the text has the lines of the diff. Raise ValueError unless the text has
-    them exactly once. The second number is a count.
+    them exactly once.
 
     >>> diff = "--- a/x.py\\n+++ b/y.py\\n@@ -3,2 +3,2 @@\\n kept\\n-old\\n+new\\n"
     >>> changes_in(diff, "first\\nkept\\nold\\n")

@@ -13,7 +13,6 @@ training responses of the last step.
 For curves, tokens with their numbers, and incorrect answers, use report.py.
 """
 
-import argparse
 import json
 import shlex
 import sys
@@ -23,7 +22,7 @@ from pathlib import Path
 
 from internal import run_summary as summary
 from internal.run_curves import Run, draw_run, lines_of_table
-from internal.run_files import read_args, read_lines, read_metrics, read_rollouts
+from internal.run_files import make_parser, read_args, read_lines, read_metrics, read_rollouts
 from internal.run_summary import describe_costs  # noqa: F401  (gpu_check.py looks for it here)
 from rich.console import Console
 from rich.padding import Padding
@@ -149,10 +148,7 @@ def show_run(run_dir: Path, args: dict, metrics: list[dict], number: int) -> Ite
 
 
 def main():
-    sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may support only ASCII
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("run", type=Path, help="Folder of the run.")
     at_end = "Print the summary that the scripts print at the end of a run."
     parser.add_argument("--summary", action="store_true", help=at_end)

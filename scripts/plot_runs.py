@@ -13,18 +13,14 @@ Your own metrics are drawn after those of the scripts.
     python scripts/plot_runs.py output/RUN --lengths
 """
 
-import argparse
-import sys
 from pathlib import Path
 
 from internal.run_curves import X_AXES, draw_curves, draw_lengths, lines_of_table, read_runs, save
+from internal.run_files import make_parser
 
 
 def main():
-    sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may support only ASCII
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     add = parser.add_argument
     add("runs", nargs="+", type=Path, metavar="RUN", help="Folders of runs.")
     add("--x", choices=X_AXES, default="step", help="The x axis (default: step).")

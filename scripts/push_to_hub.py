@@ -14,7 +14,6 @@ failure, repeat the command. At the end it prints Python code that loads the
 model.
 """
 
-import argparse
 import json
 import os
 import shlex
@@ -24,7 +23,7 @@ from pathlib import Path
 
 from internal.model_paths import may_be_on_the_hub
 from internal.provenance import repo_of
-from internal.run_files import read_args, read_metrics
+from internal.run_files import make_parser, read_args, read_metrics
 from requests.utils import get_netrc_auth
 
 RUN_FILES = ("curves.png", "args.json", "metrics.jsonl")  # uploaded in addition to the model
@@ -42,8 +41,7 @@ def method_of(args: dict) -> str:
 def find_tracked(args: dict) -> str | None:
     """Return the address of the newest run with this name in Weights & Biases.
 
-    Return None if the run was not tracked online, or if there is no login, for which wandb would
-    ask.
+    Return None if it was not tracked online, or if there is no login, for which wandb would ask.
     """
     is_online = os.environ.get("WANDB_MODE", "online") == "online"
     server = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
@@ -161,10 +159,7 @@ def upload(run_dir: Path, args: dict, repo: str, revision: str, options) -> None
 
 
 def main():
-    sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may support only ASCII
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("run", type=Path, help="Folder of the run.")
     parser.add_argument("--repo_id", help="Repo, such as me/name.")
     parser.add_argument("--revision", help="Branch of the repo.")

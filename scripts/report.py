@@ -9,14 +9,12 @@ training responses token by token. It needs no network. You can write it again w
 continues.
 """
 
-import argparse
 import contextlib
 import json
 import math
 import re
 import secrets
 import shlex
-import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from itertools import groupby
@@ -27,7 +25,7 @@ from typing import NamedTuple
 from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 from internal import run_curves, warning_signs
-from internal.run_files import is_right, read_lines, read_metrics, read_rollouts
+from internal.run_files import is_right, make_parser, read_lines, read_metrics, read_rollouts
 from internal.run_summary import both_ends, describe_run, show_figures, show_truth
 from tokenizers import Tokenizer
 
@@ -76,11 +74,7 @@ def dump(value) -> bytes:
 
 
 def spread_out(items: list, number: int) -> list:
-    """Return `number` evenly spaced items, including both ends.
-
-    >>> spread_out([1, 2, 3, 4, 5], 3)
-    [1, 3, 5]
-    """
+    """Return `number` evenly spaced items with both ends, such as [1, 3, 5] of [1, 2, 3, 4, 5]."""
     places = {round(i * (len(items) - 1) / max(1, number - 1)) for i in range(number)}
     return [items[place] for place in sorted(places)] if len(items) > number else items
 
@@ -149,8 +143,7 @@ def answers_of(run_dirs: list[Path], max_bytes: int) -> dict:
 def load_tokenizer(run_dir: Path, name: str, revision: str | None):
     """Load the run's tokenizer, or the one it began with if the run has no model yet.
 
-    Return None if neither is on this disk, because nothing is downloaded. transformers is not
-    imported, because that takes seconds.
+    Return None if neither is on this disk. transformers is not imported, because it takes seconds.
     """
     for folder in (run_dir / "model", Path(name)):
         if (folder / "tokenizer.json").is_file():
@@ -165,8 +158,7 @@ def load_tokenizer(run_dir: Path, name: str, revision: str | None):
 def token_texts(token_ids: list[int], tokenizer) -> list[str | None]:
     """Return the text of each token.
 
-    A token that ends in the middle of a character gets None, and the last token of that character
-    gets its text.
+    If a character consists of several tokens, the last one gets its text, and the others get None.
     """
     texts, context, start = [], 0, 0
     for end in range(1, len(token_ids) + 1):
@@ -272,8 +264,7 @@ def make_page(run_dirs: list[Path]) -> bytes:
 
 
 def main():
-    sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may support only ASCII
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = make_parser(__doc__)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="Folder of a run.")
     output = "File to write. Defaults to RUN/report.html, or comparison.html for several runs."
     parser.add_argument("--output", type=Path, metavar="FILE", help=output)

@@ -2,16 +2,14 @@
 
     python scripts/forks/calculator.py --output_dir debug_assets_calculator
 
-This makes the model and the data in half a minute on a CPU core. scripts/train/debug/multiturn.sh
-trains the model.
+This takes half a minute on a CPU core. scripts/train/debug/multiturn.sh then trains the model.
 
 The correct answer to "38*947" is "35986". The model can ask the calculator instead, by "=38*947",
 and is shown the product. It was trained on demonstrations of asking and copying, then on many
 guesses and a few that ask. From a reward of 0 or 1 it has to learn that asking pays.
 
-The model is the Qwen2 of 0.1 M parameters over characters that
-scripts/train/debug/make_debug_assets.py makes, with one more token. The same settings give the same
-bytes. If settings.json is up to date, nothing is done.
+The model is the Qwen2 of 0.1 M parameters of make_debug_assets.py, with one more token. The same
+settings give the same bytes. If settings.json is up to date, nothing is done.
 """
 
 import argparse
@@ -41,9 +39,7 @@ SETTINGS = {
 
 
 def step(text, ground_truth, turn):
-    """Return what the calculator shows after a turn that begins with "=", or 0 for nonsense.
-
-    Return None after any other turn, which ends the conversation. This is the environment.
+    """Return what the calculator shows after a turn, or None, which ends the conversation.
 
     >>> step("=38*947", None, 0), step("=3**", None, 0), step("35986", None, 0)
     ('35986', '0', None)
@@ -62,8 +58,7 @@ def score(data_source, response, ground_truth, extra_info):
 def demonstrate(question, kind, rng):
     """Return the texts of a conversation, which the model reads and writes in turns.
 
-    A guess has the correct length and the correct first digit. To learn to copy, the model reads
-    what it would ask.
+    A guess has the correct length and first digit. To learn to copy, the model reads the question.
     """
     product = step(f"={question}", None, 0)
     prompt, shown = (f"<|user|>{text}<|assistant|>" for text in (question, product))

@@ -89,10 +89,7 @@ def read_runs(run_dirs: list[Path]) -> list[Run]:
 
 
 def own_metrics(names: set[str]) -> list[str]:
-    """Return the metrics that the scripts do not have, such as those of a fork or a reward.
-
-    Metrics of a single data source are left out.
-    """
+    """Return the metrics that the scripts do not have, except those of a single data source."""
     of_sources = tuple(f"{name}/" for name in KNOWN | names)
     return sorted(name for name in names - KNOWN if not name.startswith(of_sources))
 
@@ -230,10 +227,7 @@ def draw_run(run_dir: Path):
 
 
 def draw_lengths(run_dir: Path):
-    """Draw how long a run's prompts are, unless all have the same length.
-
-    The scripts wrote the lengths after they had dropped the prompts above the limit.
-    """
+    """Draw the lengths of a run's prompts, unless all are equal. None is above the limit."""
     from matplotlib.figure import Figure
 
     lengths = json.loads((run_dir / "prompt_lengths.json").read_bytes())

@@ -20,7 +20,6 @@ GENERATION = {
     "evaluation": "A smaller --num_evals or fewer --num_eval_prompts help",
 }
 TRAINING = ["update", "forward", "reward_model", "weight_sync", "checkpoint"]
-WAITS = ["wait_for_generation", "wait_for_prompts"]
 NOTABLE_FRACTION = 0.15  # of the time, from which a wait is reported
 
 
@@ -120,16 +119,12 @@ def describe_troubles(metrics: list[dict]) -> list[str]:
     """Return warnings: there was nothing to learn from, or many responses were truncated."""
     sentences, last = [], metrics[-1]
     if all(line.get("objective/scores_std", 1) <= 0 for line in metrics):
-        sentences.append(
-            f"All responses of a step always had the same score ({last['objective/scores']:g} in "
-            "the last step), so there was nothing to learn from"
-        )
+        equal = f"All responses of a step always had the same score ({last['objective/scores']:g}"
+        sentences.append(f"{equal} in the last step), so there was nothing to learn from")
     truncated = 1 - last.get("objective/stop_rate", 1)  # a reward trainer's run has no stop rate
     if truncated > 0.2:
-        sentences.append(
-            f"{truncated:.0%} of the last responses were truncated. A higher --response_length or "
-            "--non_stop_penalty helps"
-        )
+        remedy = "A higher --response_length or --non_stop_penalty helps"
+        sentences.append(f"{truncated:.0%} of the last responses were truncated. {remedy}")
     return sentences
 
 
@@ -158,8 +153,8 @@ def describe_speed(metrics: list[dict]) -> str | None:
 def seconds_of_parts(metrics: list[dict]) -> Counter:
     """Add up the seconds of each part, over the steps that show the pace of a run.
 
-    A process begins by waiting for its models and for the first responses. Those of step 2 were
-    requested before anything was trained. Such steps are left out.
+    Steps in which a process waits for its models and first responses are left out, and so is step
+    2, whose responses were requested before anything was trained.
     """
     generated = "time/generation"
     steps = [line for last, line in pairwise(metrics) if generated in last and generated in line]
@@ -250,7 +245,8 @@ def describe_costs(run_dir: Path, args: dict, metrics: list[dict]) -> str | None
     steps = steps[2:-1] or steps
     if not steps:
         return None
-    names = [*TRAINING, *GENERATION, *WAITS, "training"]
+    waits = ("wait_for_generation", "wait_for_prompts")
+    names = [*TRAINING, *GENERATION, *waits, "training"]
     times = {name: mean(line.get(f"time/{name}", 0) for line in steps) for name in names}
     generated = mean(line["perf/response_tokens_per_second"] for line in steps)
     learned = mean(line["val/update_tokens"] for line in steps)

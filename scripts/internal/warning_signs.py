@@ -130,11 +130,11 @@ VALIDATION_NOTE = (
 
 @dataclass
 class History:
-    """What warning signs are found in: metrics, arguments, and the rollouts of step 1."""
+    """The part of a run in which warning signs are found."""
 
     metrics: list[dict]
     args: dict
-    first_rows: list[dict]
+    first_rows: list[dict]  # lines of rollouts.jsonl of step 1
 
     def values(self, name: str) -> list[float]:
         """Return the values of a metric in the steps that trained the policy."""
@@ -192,8 +192,7 @@ def score_collapses(run: History) -> bool:
 def returns_lack_score(run: History) -> bool:
     """Return whether the last return of most responses differs from their score.
 
-    In a healthy run it is the score minus beta times the KL of the last token, for any gamma and
-    lambda.
+    In a healthy run they differ by beta times the last token's KL, for any gamma and lambda.
     """
     if not run.starts_on_policy or run.args.get("whiten_rewards"):
         return False
@@ -209,13 +208,12 @@ def evaluation_repeats(run: History) -> bool:
 
 
 FIRST_MISMATCH = "mismatch/kl of step 1 is more than rounding (1e-4 in float32, 0.015 in bfloat16)"
-FLAT_MISMATCH = "mismatch/kl stays although the learning rate is nearly 0"
 COLLAPSE = "The score falls to 0, although the policy hardly changes"
 # (question, warning sign, function that finds it, bug that looks like it)
 SIGNS = [
     (SAMPLER, FIRST_MISMATCH, step_1_mismatches, "temperature"),
     (SAMPLER, "There is a second possible cause", step_1_mismatches, "retokenized"),
-    (SAMPLER, FLAT_MISMATCH, mismatch_lasts, "prefix_cache"),
+    (SAMPLER, "mismatch/kl stays at a learning rate of nearly 0", mismatch_lasts, "prefix_cache"),
     (LEARNS, COLLAPSE, score_collapses, "dead_reward"),
     (LEARNS, "The returns of step 1 do not end with the score", returns_lack_score, "reward_late"),
     (LEARNS, "eval/scores repeats to the last digit", evaluation_repeats, "stale_weights"),
@@ -245,10 +243,7 @@ def is_broken(rule: Rule, run: History) -> bool:
 def find_warning_signs(
     metrics: list[dict], args: dict, first_rows: list[dict] = ()
 ) -> Iterator[tuple[str, str, str]]:
-    """Yield (question, warning sign, the bug that looks like it or "").
-
-    first_rows: lines of rollouts.jsonl of step 1.
-    """
+    """Yield (question, warning sign, the bug that looks like it or "")."""
     run = History(metrics, args, first_rows)
     for question, sign, is_there, bug in SIGNS:
         if is_there(run):

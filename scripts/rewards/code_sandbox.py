@@ -113,10 +113,7 @@ def compute_score(
 
 
 def extract_code(response: str) -> str:
-    r"""Return the program in a response.
-
-    It is the last block that is marked as Python, or else the last block without a language, or
-    else the whole response.
+    r"""Return the last block of Python, or else the last one without a language, or else all.
 
     >>> extract_code(
     ...     "First\n```python\nx = 1\n```\nthen\n```python\nx = 2\n```\n"
@@ -172,10 +169,9 @@ def read_fence(number: int, line: str) -> Fence | None:
 def fenced_blocks(text: str) -> list[tuple[str, str]]:
     r"""Return (language, code) of each fenced block of a Markdown text.
 
-    Blocks are those of CommonMark, and others that models write. A block can open in the middle of
-    a line, and the lines of a list can be indented or not. Fences inside a string in triple quotes
-    belong to the string. A block that is never closed ends with the text, or, if it is not Python,
-    where a Python block opens.
+    A block can also open in the middle of a line, unlike in CommonMark, and the lines of a list can
+    be indented or not. Fences inside a string in triple quotes belong to it. A block that is never
+    closed ends with the text, or where a Python block opens, unless it is Python itself.
 
     >>> fenced_blocks("1. So:\n   ```Python title=a.py\n   if x:\n       y()\n   ```\nIt: ```\n1")
     [('python', 'if x:\n    y()\n'), ('', '1')]
@@ -317,7 +313,6 @@ def same_output(printed: str, expected: str) -> bool:
     return one == other
 
 
-# ------------------------------------------------------------------------------------ the sandbox
 def sandbox_command(drop_root: bool) -> list[str]:
     """Return the command that runs sandbox_worker.py in bubblewrap.
 

@@ -173,10 +173,7 @@ def read_until_end(pid: int, stream: int, limits: dict) -> tuple[bytes, bool]:
 
 
 def end_all(pid: int) -> int:
-    """Kill every process except this one, so that none of them sees the next test case.
-
-    Return the wait status of the child `pid`.
-    """
+    """Kill every process except this one. Return the wait status of the child `pid`."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(-1, signal.SIGKILL)
     status = os.waitpid(pid, 0)[1]
@@ -224,9 +221,8 @@ def main():
         sys.exit("not the first process of a sandbox")
     job_file = os.dup(0)
     job = read_text(job_file)
-    nowhere = os.open(os.devnull, os.O_RDWR)
-    os.dup2(nowhere, 0)
-    os.close(nowhere)
+    with open(os.devnull, "r+b") as nowhere:
+        os.dup2(nowhere.fileno(), 0)
     # The program runs as the same user. A process that is not dumpable keeps its memory and files
     # closed to that user
     LIBC.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
