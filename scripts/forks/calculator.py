@@ -2,7 +2,7 @@
 
     python scripts/forks/calculator.py --output_dir debug_assets_calculator
 
-This takes half a minute on a CPU core. scripts/train/debug/multiturn.sh then trains the model.
+This takes a minute on a CPU core. scripts/train/debug/multiturn.sh then trains the model.
 
 The correct answer to "38*947" is "35986". The model can ask the calculator instead, by "=38*947",
 and is shown the product. It was trained on demonstrations of asking and copying, then on many
