@@ -1,4 +1,4 @@
-"""Describe a run and its responses in words, for inspect_run.py and report.py."""
+"""Describe a run and its responses in sentences, for inspect_run.py and report.py."""
 
 import json
 import re

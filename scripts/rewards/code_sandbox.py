@@ -403,7 +403,7 @@ def run_until_gone(command: list[str], job_file: BinaryIO, seconds: float) -> tu
         try:
             return sandbox.communicate(timeout=seconds)
         except subprocess.TimeoutExpired as timeout:
-            # Process 1 of the sandbox ends when nobody reads its results, and then Linux ends all
+            # Process 1 of the sandbox ends when its results are not read, and then Linux ends all
             # other processes in it. bubblewrap waits for that, which it cannot if it is killed now
             sandbox.stdout.close()
             with contextlib.suppress(subprocess.TimeoutExpired):

@@ -160,7 +160,7 @@ def read_until_end(pid: int, stream: int, limits: dict) -> tuple[bytes, bool]:
         if 1 in ready:
             # The reward's worker has ended. Linux does not report the end of a parent that is
             # another user's, as it is if root started it
-            sys.exit("nobody reads the results any more")
+            sys.exit("the results are not read any more")
         if stream not in ready:
             has_ended = exit_of_child in ready
             continue

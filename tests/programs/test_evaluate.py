@@ -261,9 +261,9 @@ def test_copy_s_run_is_graded_by_the_copy(faked_run, tmp_path, monkeypatch):
     write_text(copy, text.replace(rule, "return 0.5 * float(response.strip() =="))
     monkeypatch.syspath_prepend(copy.parent)
     monkeypatch.setattr(importlib.import_module("my_grpo"), "VLLM", FakeVLLM)
-    made = {"command": ["accelerate", "launch", str(copy), "--seed", "1"]}
-    made["script_sha256"] = hashlib.sha256(copy.read_bytes()).hexdigest()
-    change_args(faked_run, provenance=made)
+    provenance = {"command": ["accelerate", "launch", str(copy), "--seed", "1"]}
+    provenance["script_sha256"] = hashlib.sha256(copy.read_bytes()).hexdigest()
+    change_args(faked_run, provenance=provenance)
     output = call(faked_run)
     assert "Warning" not in output and "pass@1 0 " in output
     copy.unlink()

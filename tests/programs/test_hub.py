@@ -178,25 +178,25 @@ def test_provenance_of_a_run_is_recorded(run_dir, tmp_path):
     for words in ("init -q", "add train.py", "commit -q -m first"):
         subprocess.run([*git, *words.split()], check=True)
 
-    def made_by(*command):
+    def provenance_of(*command):
         secrets = {"HF_TOKEN": "hf_secret", "PATH": f"{folder}:{environment()['PATH']}"}
         command = [sys.executable, *map(str, command), str(run_dir), "--seed", "2"]
         subprocess.run(command, env=environment(secrets), check=True, timeout=60)
         written = args_of(run_dir)
-        made = written.pop("provenance")
-        assert written == args and "hf_secret" not in json.dumps(made)
-        return made
+        recorded = written.pop("provenance")
+        assert written == args and "hf_secret" not in json.dumps(recorded)
+        return recorded
 
-    made = made_by(launcher, "launch", caller)
+    recorded = provenance_of(launcher, "launch", caller)
     command = ["accelerate", "launch", str(caller), str(run_dir), "--seed", "2"]
-    assert made["command"] == command
-    assert made["script_sha256"] == hashlib.sha256(caller.read_bytes()).hexdigest()
-    assert len(made["commit"]) == 40 and made["gpu"] == "2 x Fast GPU"
-    assert made["versions"]["transformers"] and made["versions"]["python"]
+    assert recorded["command"] == command
+    assert recorded["script_sha256"] == hashlib.sha256(caller.read_bytes()).hexdigest()
+    assert len(recorded["commit"]) == 40 and recorded["gpu"] == "2 x Fast GPU"
+    assert recorded["versions"]["transformers"] and recorded["versions"]["python"]
     # One script is a copy that git does not know, and one has changed
     for path in (write_text(folder / "copy.py", CALLER), write_text(caller, f"{CALLER}# changed")):
-        made = made_by(path)
-        assert made["commit"].endswith("-dirty") and made["command"][1] == str(path)
+        recorded = provenance_of(path)
+        assert recorded["commit"].endswith("-dirty") and recorded["command"][1] == str(path)
 
 
 def test_place_on_the_hub_is_known_before_the_training(run_dir, monkeypatch):

@@ -321,7 +321,7 @@ WORDS = ["it's", "a b", "$HOME", "`ls`", 'a"b', "", "--chat_template={{x}}", "ne
 
 
 def test_command_of_the_page_can_be_typed(make_run):
-    made = {"command": ["python", *WORDS]}
-    _, page = report_of(make_run(provenance=made))
-    assert shlex.split(page["runs"][0]["command"]) == made["command"]
+    provenance = {"command": ["python", *WORDS]}
+    _, page = report_of(make_run(provenance=provenance))
+    assert shlex.split(page["runs"][0]["command"]) == provenance["command"]
     assert report_of(make_run(provenance={}))[1]["runs"][0]["command"] == ""
