@@ -26,10 +26,10 @@ The learner waits while vLLM generates, and vLLM waits while the learner trains.
 ppo_vllm_async.py they work at the same time.
 
 A prompt and its response form a row, which is padded on the right. Tensors over tokens have the
-shape (rows, length). In a Batch, all of these except input_ids are 0 outside the response. There is
-no attention mask, so models must be causal, which keeps every token from seeing the padding after
-it. Models run without dropout. Every rank holds the whole batch, and computes its own part of the
-forward and backward passes.
+shape (rows, length). In a step's Batch (see below), all of these except input_ids are 0 outside the
+response. There is no attention mask, so models must be causal, which keeps every token from seeing
+the padding after it. Models run without dropout. Every rank holds the whole batch, and computes its
+own part of the forward and backward passes.
 
 Each token has three log-probabilities, all at the sampling temperature. vLLM returns the sampler's.
 The learner computes the old one before this step's updates, and the new one during an update. If
@@ -50,17 +50,20 @@ Deliberate simplifications:
 
 Unlike in CleanRL's PPO, an episode is one response with one score. The value model shares no
 weights with the policy. Advantages are whitened over all rows of the step that have a score. By
-default lambdas are 1 and values are not clipped. There is no entropy bonus. vLLM's probabilities
-differ a little from the learner's, so the policy's loss has an importance weight.
+default both lambdas of GAE (lam, value_lam) are 1, and values are not clipped. There is no entropy
+bonus. The policy's loss has an importance weight, because vLLM's probabilities are not exactly the
+learner's.
 
-Where to make a change: Add a part of the score in score_responses. Compute rewards per token and
-advantages in step 6. Add a term of the policy's loss in token_losses, and one of the value model's
-loss in value_losses. Make a tensor that these need a field of Batch, and fill it in step 4, 5 or 6.
-Metrics come from the losses and from batch_metrics. What a resume must find again belongs in
-`state`, or in `trained_models` if it is a model. docs/changing_a_script.md has worked examples.
+Where to make a change (docs/changing_a_script.md has worked examples):
+    a part of the score            score_responses
+    rewards, advantages            step 6
+    a term of the loss             token_losses for the policy, value_losses for the value model
+    a tensor that these need       a field of Batch, which step 4, 5 or 6 fills in
+    a metric                       the losses (for each token), or batch_metrics
+    what a resume must find again  `state`, or `trained_models` if it is a model
 
-Reading on to the banner ("The algorithm ends here") takes an hour or a little more. Look up the
-rest when you need it. If this script differs from another, tests/promise/test_scripts_agree.py
+Reading on to the banner ("The algorithm ends here") takes 60 to 80 minutes. Look up the rest when
+you need it. If this script differs from another, tests/promise/test_scripts_agree.py
 gives the reason. Ranks that exchange data wait for each other, so the docstring of a function in
 which they do ends with "Every rank must call this, in the same order."
 
@@ -136,6 +139,8 @@ class Algorithm:
                               rollout_batch_size * number_samples_per_prompt
         mini_batch_size       rows of one update, local_mini_batch_size times the ranks
         updates_per_step      num_epochs * episodes_per_step / mini_batch_size
+        num_updates           updates of the run, of which num_policy_updates come after the first
+                              value_warmup_steps steps
     A micro-batch is the rows that a rank runs at once, in each pass of each model. It has as many
     rows as fit into micro_batch_tokens, but at least one. If per_device_train_batch_size is above
     0, it has at most that many.
@@ -172,9 +177,9 @@ class Algorithm:
     temperature: float = 1.0
     """Temperature of sampling. All log-probabilities are computed at the same temperature."""
     non_stop_penalty: bool = False
-    """Score a response that did not stop, or is too short, with penalty_reward_value instead."""
+    """Score responses that are truncated, or too short, with penalty_reward_value instead."""
     penalty_reward_value: float = -10.0
-    """Score of a response without a stop token, if non_stop_penalty is set."""
+    """Score that non_stop_penalty gives. min_response_length says what is too short."""
     value_warmup_steps: int = 0
     """Number of first steps in which only the value model is trained."""
 
@@ -199,9 +204,9 @@ class Response:
     stopped: bool  # by a stop token. Otherwise the response is truncated
     # Filled in by generate_rollout
     text: str = ""
-    verifiable: float | None = None  # None without a ground truth, or if the call failed
+    verifiable: float | None = None  # None without a ground truth, or if the reward failed
     reward_metrics: dict[str, float] = field(default_factory=dict)  # other results of --reward_fn
-    failure: str | None = None  # why the call failed
+    failure: str | None = None  # why the reward failed
     # Filled in by the learner
     model_score: float | None = None  # from the reward model
     score: float | None = None  # sum of the rewards, or the non-stop penalty. None if unknown
@@ -214,7 +219,7 @@ class Response:
 
 @dataclass
 class Request:
-    """What the learner requests from generation."""
+    """What the learner requests from generation, for all ranks."""
 
     prompts: list[Prompt]  # (rows,), number_samples_per_prompt copies of each, side by side
     seeds: list[int]  # (rows,)
@@ -223,7 +228,7 @@ class Request:
 
 @dataclass
 class Rollout:
-    """The responses to a Request, either one engine's part or all of them after gather_rollout."""
+    """The responses to a Request, of one engine or, after gather_rollout, of all engines."""
 
     policy_version: int  # of the policy that generated
     responses: list[Response]
@@ -243,7 +248,7 @@ class Batch:
     input_ids: Tensor  # (rows, length)
     lengths: Tensor  # (rows,), int64, number of tokens in a row
     mask: Tensor  # (rows, length), 1.0 at response tokens
-    loss_mask: Tensor  # (rows, length), the mask, but 0.0 in rows without a score
+    loss_mask: Tensor  # (rows, length), the mask, but 0.0 in rows that the loss leaves out
     scores: Tensor  # (rows,), 0.0 if there is none
     has_score: Tensor  # (rows,), 1.0 or 0.0
     sampler_logprobs: Tensor  # (rows, length), from vLLM
@@ -257,14 +262,14 @@ class Batch:
     advantages: Tensor | None = None
     returns: Tensor | None = None  # what the value model should predict
 
-    def cut(self, rows, length):
+    def select(self, rows, length):
         """Return a Batch of some rows, which are at most `length` tokens long."""
-        parts = {
+        selected = {
             name: tensor[rows, :length] if tensor.dim() == 2 else tensor[rows]
             for name, tensor in vars(self).items()
             if tensor is not None
         }
-        return Batch(**parts)
+        return Batch(**selected)
 
 
 # -------------------------------------------------------------------------------------------- main
@@ -280,7 +285,7 @@ def main(args):
     tokenizer = load_tokenizer(args)
     train_prompts, eval_prompts = load_datasets(tokenizer, args)
     prompts = train_prompts + eval_prompts
-    # `state` holds what a resume needs in addition to the models. A fork can add to it
+    # `state` holds what a resume needs in addition to the models. Your copy can add to it
     first_step, state = read_state(run_dir, checkpoint_dir, prompts, args)
     start_time -= state["seconds"]  # count the seconds before a resume, too
 
@@ -340,12 +345,12 @@ def main(args):
         # 4. Build the batch, one row per response with its prompt, and assign rows to mini-batches
         batch = collate(responses, accelerator.device)
         check_rewards(responses)  # ends the run if the reward failed on all of them
-        epochs = deal_rows(training_step, args)  # [epoch][mini_batch] -> rows
+        epochs = shuffle_into_mini_batches(training_step, args)  # [epoch][mini_batch] -> rows
 
-        # 5. Forward passes before any update. Trained models use the micro-batches of the first
-        # epoch, because other padding would change the last bits. On a CPU all ratios of the first
-        # update are therefore exactly 1, unless --compile_layers is set, which uses other kernels
-        # if gradients are needed
+        # 5. Forward passes before any update. Trained models run in the micro-batches of the first
+        # epoch of updates, because with other padding the old log-probabilities would differ from
+        # the new ones in their last bits. On a CPU all ratios of the first update are therefore
+        # exactly 1
         with timed(metrics, "forward"):
             batch.logprobs, batch.entropies = forward_all(
                 accelerator, policy, batch, epochs[0], args
@@ -370,7 +375,7 @@ def main(args):
         trains_policy = training_step > args.value_warmup_steps
         if trains_policy:
             models.append((policy, token_losses))
-        updates_before_policy = args.num_updates - args.num_policy_updates  # of the value model
+        updates_before_policy = args.num_updates - args.num_policy_updates  # in the warm-up
         sums, grad_norms = defaultdict(int), defaultdict(int)
         lr = 0.0  # the policy's, in a step that does not update it
         with timed(metrics, "update"):
@@ -380,7 +385,7 @@ def main(args):
                 accumulate_gradients(accelerator, models, batch, mini_batch, divisor, sums, args)
                 if not batch.loss_mask[mini_batch].any():
                     warn_once("updates are skipped if no row of their mini-batch is in the loss")
-                    continue  # with a zero gradient, AdamW's momentum would still move the weights
+                    continue
                 # apply_gradients sums gradients over ranks, clips them, and steps the optimizer
                 value_lr = args.value_learning_rate * lr_multiplier(update, args.num_updates, args)
                 norm = apply_gradients(
@@ -419,13 +424,13 @@ def main(args):
 
 
 def evaluation_is_due(steps, args):
-    """Return whether the policy is evaluated after this number of steps.
+    """Return whether an evaluation is due after this number of steps.
 
-    In ppo_sync.py, version s answers an evaluation after s steps. In the asynchronous scripts its
-    prompts go out with those of step s + 1, when vLLM still has version s - 1 (version 0 if s is
-    0). Evaluations after 0 steps and after 1 step would therefore both be of version 0, so
-    evaluations are at least two steps apart. In every script the last evaluation is of the last
-    version.
+    The num_evals evaluations are spread evenly over the run, the first before any update. One more
+    follows after the last step, also if num_evals is 0. In async mode, which ppo_sync.py does not
+    have, vLLM gets a version one step late. The evaluation after s steps is therefore of version
+    s - 1, except for the first (version 0) and the last (the last version). Evaluations after 0
+    steps and after 1 step would both be of version 0, so at most every second step has one.
     """
     num_steps = args.num_training_steps
     num_evals = min(args.num_evals, num_steps // 2)
@@ -439,9 +444,8 @@ def kl_penalty(logprobs, ref_logprobs, estimator):
     """Estimate KL(policy || reference) at each sampled token, in the shape of logprobs.
 
     With d = logprobs - ref_logprobs, kl1 is d and kl3 is exp(-d) - 1 + d
-    (http://joschu.net/blog/kl-approx.html). PPO has kl1 in its reward. A reward with kl3 would
-    hardly pull the policy towards a reference that is near, because there kl3 is about d^2 / 2
-    (2510.01555).
+    (http://joschu.net/blog/kl-approx.html). PPO's reward uses kl1. In a reward, kl3 would hardly
+    pull the policy back near the reference, where it is only about d^2 / 2 (2510.01555).
 
     >>> kl_penalty(torch.tensor([0.0]), torch.tensor([-1.0]), "kl1").item()
     1.0
@@ -526,7 +530,7 @@ def masked_mean(values, mask):
 
 
 def accumulate_gradients(accelerator, models, batch, rows, divisor, sums, args):
-    """Run this rank's part of some rows of the batch forward and backward.
+    """Run this rank's part of a mini-batch's rows forward and backward.
 
     Args:
         models: pairs of a model and the function that computes its losses.
@@ -534,42 +538,45 @@ def accumulate_gradients(accelerator, models, batch, rows, divisor, sums, args):
             apply_gradients sums over the ranks, so the gradient does not depend on how the rows are
             split up.
         sums: {metric: sum}. This rank adds the sum of each metric over its loss tokens, the number
-            of tokens of its rows (val/update_tokens), and its part of the loss (objective/loss).
+            of these (tokens) and of all tokens of its rows (val/update_tokens), and its part of the
+            losses of all models (objective/loss).
 
     Every rank must call this, in the same order.
     """
-    for _, part in cut_micro_batches(accelerator, batch, rows, args):
-        mask = part.loss_mask
+    for _, micro_batch in split_into_micro_batches(accelerator, batch, rows, args):
+        mask = micro_batch.loss_mask  # micro_batch.mask only says which tokens a model reads
         sums["tokens"] += mask.sum(dtype=torch.float64)
-        sums["val/update_tokens"] += part.lengths.sum()
+        sums["val/update_tokens"] += micro_batch.lengths.sum()
         for model, losses_of in models:
-            outputs = model(part.input_ids, part.mask)
-            losses, per_token = losses_of(outputs, part, args)
+            outputs = model(micro_batch.input_ids, micro_batch.mask)
+            losses, per_token = losses_of(outputs, micro_batch, args)
             loss = (losses * mask).sum() / divisor
             loss.backward()
             sums["objective/loss"] += loss.detach()
             add_sums(sums, per_token, mask)
 
 
-def token_losses(outputs, part, args):
+def token_losses(outputs, micro_batch, args):
     """Return the policy's loss for each token, and {metric: tensor} to log.
 
         ratio  = new / old                      of the token's probabilities
         weight = min(old / sampler, tis_cap)    see importance_weights
         loss   = -min(ratio * A, clip(ratio, 1 - cliprange, 1 + cliprange) * A) * weight
 
-    A is the token's advantage. outputs holds the policy's new log-probabilities and entropies. part
-    is a micro-batch (a Batch), which holds the old ones. All tensors have the shape (rows, length).
+    A is the token's advantage.
+
+    outputs holds the policy's new log-probabilities and entropies. micro_batch is a Batch, which
+    holds the old log-probabilities. All tensors have the shape (rows, length).
     """
     new_logprobs, entropies = outputs
-    mask = part.loss_mask
-    tis_weights = importance_weights(part.logprobs, part.sampler_logprobs, mask, args)
+    mask = micro_batch.loss_mask
+    tis_weights = importance_weights(micro_batch.logprobs, micro_batch.sampler_logprobs, mask, args)
     # Outside the mask log_ratio must be 0 before exp. Otherwise exp could be inf there, and the
     # later product of inf with the mask's 0 would be NaN
-    log_ratio = (new_logprobs - part.logprobs) * mask
+    log_ratio = (new_logprobs - micro_batch.logprobs) * mask
     losses, clipped = policy_loss(
         log_ratio,
-        part.advantages,
+        micro_batch.advantages,
         tis_weights,
         cliprange=args.cliprange,
         cliprange_higher=args.cliprange,  # DAPO's is higher
@@ -586,13 +593,15 @@ def token_losses(outputs, part, args):
     return losses, per_token
 
 
-def value_losses(values, part, args):
+def value_losses(values, micro_batch, args):
     """Return the value model's loss for each token, and {metric: tensor} to log.
 
-    values are the value model's new ones. part is a micro-batch (a Batch), which holds the old ones
-    and the returns.
+    values are the value model's new ones. micro_batch is a Batch, which holds the old values and
+    the returns.
     """
-    losses, clipped = value_loss(values, part.values, part.returns, args.cliprange_value)
+    losses, clipped = value_loss(
+        values, micro_batch.values, micro_batch.returns, args.cliprange_value
+    )
     return losses, {"loss/value_avg": losses, "val/clipfrac_avg": clipped}
 
 
@@ -600,8 +609,8 @@ def importance_weights(old_logprobs, sampler_logprobs, mask, args):
     """Return the importance weight of each token, which is old / sampler but at most tis_cap.
 
     It corrects for the sampler, which has other kernels (https://fengyao.notion.site/off-policy-rl)
-    and, in the asynchronous scripts, older weights. With --tis_cap 0 all weights are 1. The result
-    has the shape (rows, length).
+    and, in the asynchronous scripts, older weights. With --tis_cap 0 all weights are 1.
+    The result has the shape (rows, length).
 
     >>> learner, sampler = torch.tensor([[-1.0, -1.0]]), torch.tensor([[-1.5, -2.0]])
     >>> importance_weights(learner, sampler, torch.ones(1, 2), Args(tis_cap=2.0))
@@ -615,7 +624,7 @@ def importance_weights(old_logprobs, sampler_logprobs, mask, args):
 
 
 def policy_loss(log_ratio, advantages, tis_weights, cliprange, cliprange_higher):
-    """Return PPO's clipped surrogate loss (1707.06347), and a boolean where clipping changed it.
+    """Return PPO's clipped surrogate loss (1707.06347), and True where clipping changed it.
 
     The loss is multiplied by tis_weights, the importance weights. log_ratio is new - old. The ratio
     is clipped to [1 - cliprange, 1 + cliprange_higher]. All tensors have the same shape, with one
@@ -637,7 +646,7 @@ def policy_loss(log_ratio, advantages, tis_weights, cliprange, cliprange_higher)
 
 
 def value_loss(values, old_values, returns, cliprange_value):
-    """Return half the squared error of each value, and where a clip binds.
+    """Return half the squared error of each value, and True where clipping changed it.
 
     Values are clipped to within cliprange_value of the old ones. If it is 0, they are not clipped.
     All tensors have the same shape, with one number per token.
@@ -668,7 +677,7 @@ def loss_divisor(loss_mask):
     return max(1, int(loss_mask.sum()))
 
 
-def deal_rows(training_step, args):
+def shuffle_into_mini_batches(training_step, args):
     """Return the mini-batches of a step's epochs as [epoch][mini_batch] -> rows.
 
     They are equal on all ranks. In each epoch all rows of the batch are shuffled again.
@@ -682,8 +691,8 @@ def deal_rows(training_step, args):
     return epochs
 
 
-def cut_micro_batches(accelerator, batch, mini_batch, args):
-    """Split this rank's part of a mini-batch into micro-batches, each (rows, a Batch of them).
+def split_into_micro_batches(accelerator, batch, mini_batch, args):
+    """Split this rank's part of a mini-batch into micro-batches. Yield (rows, their Batch) of each.
 
     Rows are sorted by length, so that micro-batches have little padding, and each rank takes every
     num_ranks-th row. All ranks split at the same places, because under FSDP2 they compute together.
@@ -691,7 +700,7 @@ def cut_micro_batches(accelerator, batch, mini_batch, args):
     >>> prompt = Prompt("row 0", "", [5], None, None, None)
     >>> responses = [Response(prompt, [6] * n, np.zeros(n), True) for n in (2, 9, 3, 3)]
     >>> rank, batch = Accelerator(cpu=True), collate(responses, "cpu")
-    >>> parts = cut_micro_batches(rank, batch, [0, 1, 2, 3], Args(micro_batch_tokens=15))
+    >>> parts = split_into_micro_batches(rank, batch, [0, 1, 2, 3], Args(micro_batch_tokens=15))
     >>> [(rows, part.mask.shape) for rows, part in parts]
     [([0, 2, 3], torch.Size([3, 4])), ([1], torch.Size([1, 10]))]
     """
@@ -699,40 +708,43 @@ def cut_micro_batches(accelerator, batch, mini_batch, args):
     lengths = batch.lengths.tolist()
     by_length = sorted(mini_batch, key=lambda row: (lengths[row], row))
     own_rows = by_length[accelerator.process_index :: num_ranks]
-    # Rows are dealt to ranks in ascending order of length, so for every n the last rank's n-th row
-    # is the longest n-th row of all ranks. All ranks split and pad by the last rank's lengths
+    # Rows are dealt to the ranks in rounds, in ascending order of length. The last rank gets the
+    # longest row of each round, so all ranks split and pad by the last rank's lengths. There are as
+    # many rows in each round, because a mini-batch has a multiple of num_ranks rows
     longest = [lengths[row] for row in by_length[num_ranks - 1 :: num_ranks]]
-    for start, end in itertools.pairwise(cut_places(longest, args)):
+    for start, end in itertools.pairwise(micro_batch_boundaries(longest, args)):
         rows = own_rows[start:end]
-        yield rows, batch.cut(rows, longest[end - 1])
+        yield rows, batch.select(rows, longest[end - 1])
 
 
-def cut_places(lengths, args):
-    """Return the places at which rows of these lengths are split into micro-batches.
+def micro_batch_boundaries(lengths, args):
+    """Return the boundaries at which rows of these lengths are split into micro-batches.
 
     lengths are in ascending order. The tokens of a micro-batch include its padding. A row that is
-    longer than the limit is a micro-batch of its own.
+    longer than micro_batch_tokens is a micro-batch of its own.
 
-    >>> cut_places([3, 4, 4, 10, 20], Args(micro_batch_tokens=15))
+    >>> micro_batch_boundaries([3, 4, 4, 10, 20], Args(micro_batch_tokens=15))
     [0, 3, 4, 5]
-    >>> cut_places([3, 4, 4, 10, 20], Args(micro_batch_tokens=15, per_device_train_batch_size=2))
-    [0, 2, 3, 4, 5]
+    >>> micro_batch_boundaries([3, 4, 4, 10, 20], Args(per_device_train_batch_size=2))
+    [0, 2, 4, 5]
     """
     max_rows = args.per_device_train_batch_size or len(lengths)
-    places = [0]
-    for i, length in enumerate(lengths):  # with row i, all are padded to its length
-        if i - places[-1] >= max(1, min(max_rows, args.micro_batch_tokens // length)):
-            places.append(i)
-    return [*places, len(lengths)]
+    boundaries = [0]
+    for i, length in enumerate(lengths):
+        # With row i, the micro-batch would be padded to the length of row i
+        rows_that_fit = max(1, min(max_rows, args.micro_batch_tokens // length))
+        if i - boundaries[-1] >= rows_that_fit:  # no room for row i
+            boundaries.append(i)
+    return [*boundaries, len(lengths)]
 
 
 def apply_gradients(accelerator, model, optimizer, lr, batch, run_dir, args):
     """Sum the gradients over ranks, clip them, and step the optimizer.
 
-    Each trained weight has a float32 master, whose gradient is the sum over the backward passes
-    (see make_optimizer). The optimizer updates the masters. round_masters then sets each weight to
-    its master, rounded to args.dtype, because the learner must compute with the same weights as
-    vLLM.
+    Each trained weight has a float32 copy, its master (see make_optimizer). In every backward pass
+    a hook adds the weight's gradient to that of its master. The optimizer updates the masters, and
+    masters_to_weights then sets each weight to its master, rounded to args.dtype, because the
+    learner must compute with the same weights as vLLM.
 
     Return the norm before clipping, as a tensor. If it is not finite, save the batch and raise
     FloatingPointError. All ranks then raise it, because the norm is the same on all of them.
@@ -740,6 +752,7 @@ def apply_gradients(accelerator, model, optimizer, lr, batch, run_dir, args):
     Every rank must call this, in the same order.
     """
     masters = optimizer.param_groups[0]["params"]
+    # Under FSDP2 the gradients are averages over ranks already, which this turns into sums
     sum_over_ranks(accelerator, [master.grad for master in masters])
     norm = nn.utils.clip_grad_norm_(masters, args.max_grad_norm)
     if isinstance(norm, DTensor):  # under FSDP2
@@ -753,7 +766,7 @@ def apply_gradients(accelerator, model, optimizer, lr, batch, run_dir, args):
     optimizer.param_groups[0]["lr"] = lr
     optimizer.step()
     optimizer.zero_grad(set_to_none=False)  # the next backward passes add to these tensors
-    round_masters(model)
+    masters_to_weights(model)
     return norm
 
 
@@ -784,22 +797,22 @@ def forward_all(accelerator, model, batch, mini_batches, args):
     """Run a model over mini-batches, which are lists of rows.
 
     Return log-probabilities, values or scores on every rank, and a policy's entropies. Each has the
-    shape (rows, length), and is 0 in rows that were not run.
+    shape (rows, length).
 
     Every rank must call this, in the same order.
     """
-    whole = torch.zeros_like(batch.mask)
-    entropies = whole.clone()
+    all_outputs = torch.zeros_like(batch.mask)
+    all_entropies = all_outputs.clone()
     for mini_batch in mini_batches:
         # Each rank has the same number of micro-batches
-        for rows, part in cut_micro_batches(accelerator, batch, mini_batch, args):
-            outputs = model(part.input_ids, part.mask)
+        for rows, micro_batch in split_into_micro_batches(accelerator, batch, mini_batch, args):
+            outputs = model(micro_batch.input_ids, micro_batch.mask)
             if isinstance(outputs, tuple):  # a policy's outputs
-                outputs, part_entropies = outputs
-                entropies[rows, : part_entropies.shape[1]] = part_entropies
-            whole[rows, : outputs.shape[1]] = outputs
+                outputs, entropies = outputs
+                all_entropies[rows, : entropies.shape[1]] = entropies
+            all_outputs[rows, : outputs.shape[1]] = outputs
     # The sum over ranks is exact, because a row is 0 on all of them except one
-    return accelerator.reduce(whole), accelerator.reduce(entropies)
+    return accelerator.reduce(all_outputs), accelerator.reduce(all_entropies)
 
 
 def reference_logprobs(accelerator, ref_policy, batch, args):
@@ -825,8 +838,8 @@ class PolicyModel(nn.Module):
         Both have the shape (rows, length), and are 0 elsewhere. mask is 1 at response tokens.
         """
         hidden = hidden_states(self.model, input_ids)  # (rows, length, hidden_size)
-        # Token t is predicted at t - 1. The mask is 0 at t = 0, so both lines select the same
-        # tokens in the same order
+        # Token t is predicted at position t - 1. Both lines select by the mask of token t, and no
+        # response begins at t = 0
         hidden = hidden[:, :-1][mask[:, 1:].bool()]  # (tokens, hidden_size)
         labels = input_ids[mask.bool()]  # (tokens,)
         # ChunkedHead computes token_logprobs of the head's logits, divided by the temperature. It
@@ -856,7 +869,10 @@ class RewardModel(nn.Module):
         self.args = args
 
     def forward(self, input_ids, mask):
-        """Return the scores of the texts that end with each token, (rows, length)."""
+        """Return the scores of the texts that end with each token, (rows, length).
+
+        The mask is not used here, but the policy and the value model need it.
+        """
         hidden = hidden_states(self.model, input_ids)  # (rows, length, hidden_size)
         return self.model.score(hidden.to(self.model.score.weight.dtype)).squeeze(-1)
 
@@ -864,8 +880,8 @@ class RewardModel(nn.Module):
 class ValueModel(RewardModel):
     """A one-label sequence classifier, which predicts the rewards that are still to come.
 
-    It predicts this before token t is chosen. The value at t is therefore read at t - 1, like the
-    token's log-probability.
+    The value of token t is the prediction before t is chosen. It is therefore read at position
+    t - 1, like the token's log-probability.
     """
 
     def forward(self, input_ids, mask):
@@ -902,8 +918,7 @@ def collate(responses, device):
     is_token = positions < lengths[:, None]
     mask = (is_token & (positions >= prompt_lengths[:, None])).float()
     logprobs = torch.tensor(np.concatenate([response.logprobs for response in responses]))
-    # A response whose reward failed is left out of the loss, because it is not known to be
-    # incorrect
+    # A response whose reward failed is left out of the loss, because its score is unknown, not 0
     has_score = torch.tensor([float(response.score is not None) for response in responses])
     return Batch(
         input_ids=to_rows(torch.tensor(np.concatenate(rows)), is_token).to(device),
@@ -958,7 +973,7 @@ def score_responses(accelerator, reward_model, responses, args, is_eval=False):
             score = args.penalty_reward_value
         with_scores.append(replace(response, model_score=model_score, score=score))
         if response.failure:
-            # Each type of error once; metrics count them all
+            # Warn once for each type of error. The metrics count all of them
             kind = response.failure.splitlines()[-1].partition(":")[0]
             origin = response.prompt.origin
             warn_once(f"the reward failed on {origin}: {response.failure}", kind)
@@ -969,7 +984,7 @@ def score_responses(accelerator, reward_model, responses, args, is_eval=False):
 
 
 def generate_rollout(engine, workers, tokenizer, request, args):
-    """Generate this rank's part of the responses to a Request, and grade it. Return a Rollout.
+    """Generate and grade this rank's part of the responses to a Request. Return a Rollout.
 
     Every rank gets the whole Request. engine.sample generates this rank's part of it, which is
     empty if the rank has no engine.
@@ -1079,9 +1094,9 @@ class Args(Algorithm):
     attn_implementation: str = "sdpa"
     """Implementation of attention, such as sdpa, eager or flash_attention_2."""
     compile_layers: bool = False
-    """Compile the models' layers, on GPUs only. No GPU has shown the gain yet."""
+    """Compile the models' layers, on GPUs only. The gain has not been measured on a GPU yet."""
     gradient_checkpointing: bool = True
-    """compute activations again in the backward pass: less memory, a third slower"""
+    """Compute activations again in the backward pass. Less memory, but a third slower."""
     reward_model_path: str | None = None
     """Reward model, a one-label classifier with the policy's tokenizer. Unset means none."""
     reward_model_revision: str | None = None
@@ -1210,8 +1225,6 @@ def start_ranks(args):
         log_with="wandb" if args.with_tracking else None,
         kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout)],
     )
-    if args.compile_layers and accelerator.device.type == "cpu":
-        raise ValueError("--compile_layers is for GPUs: on a CPU the compiler takes minutes")
     if accelerator.num_processes == 1:
         return accelerator, None
     return accelerator, torch.distributed.new_group(backend="gloo", timeout=timeout)
@@ -1501,8 +1514,6 @@ def load_rows(path, config, split):
     if os.path.isfile(path):
         return read_file(path)
     folder = os.path.join(path, config or "")
-    if os.path.exists(os.path.join(folder, "state.json")):  # by Dataset.save_to_disk
-        return datasets.load_from_disk(folder).to_list()
     names = glob.glob("**/*.jsonl", root_dir=folder, recursive=True)
     names = sorted(names + glob.glob("**/*.parquet", root_dir=folder, recursive=True))
     if any("train" in name or "test" in name for name in names):
@@ -1532,8 +1543,7 @@ def naming_row(path, index):
     try:
         yield
     except Exception as error:
-        kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
-        raise ValueError(f"{path}, row {index}: {kind}{error}") from error
+        raise ValueError(f"{path}, row {index}: {type(error).__name__}: {error}") from error
 
 
 def uses_reward_model(args):
@@ -1725,7 +1735,7 @@ def add_to_master(weight):
 
 
 @torch.no_grad()
-def round_masters(model):
+def masters_to_weights(model):
     """Set each trained weight to its master, rounded to the weight's dtype."""
     for weight in trained_weights(model).values():
         weight.copy_(weight.master)
@@ -1878,19 +1888,20 @@ class VLLM:
         For placement see place_engine. max_length is the length of the longest prompt with its
         response.
         """
-        self.index, self.count, self.gpus = placement
+        self.engine_index, self.num_engines, self.gpus = placement
         self.args = args
         self.policy_version = None  # of the weights that were synced last
         self.nccl = None  # the communicator of this rank and vLLM's workers
         self.folder = tempfile.mkdtemp(prefix="tandem_")
         folders.append(self.folder)
-        self.way = way_of_weights(self.gpus, args)
+        self.transfer = transfer_method(self.gpus, args)
         environment, options = vllm_settings(self.gpus, self.folder, max_length, args)
         if self.gpus:
             # vLLM's plan leaves out the memory of its sampler, which grows with this number. The
             # number is therefore at most vLLM's default, and at most what this engine needs
             most = 1024 if torch.cuda.get_device_properties().total_memory > 70e9 else 256
-            options["max_num_seqs"] = min(most, max(128, args.episodes_per_step // self.count))
+            needed = args.episodes_per_step // self.num_engines
+            options["max_num_seqs"] = min(most, max(128, needed))
         self.executor = ProcessPoolExecutor(
             1, mp.get_context("spawn"), initializer=die_with_script, initargs=(self.folder,)
         )
@@ -1913,14 +1924,15 @@ class VLLM:
 
     def sample(self, prompts, seeds, temperature):
         """Generate the Responses to this engine's part of some Prompts."""
-        first, end = (i * len(prompts) // self.count for i in (self.index, self.index + 1))
+        first = len(prompts) * self.engine_index // self.num_engines
+        end = len(prompts) * (self.engine_index + 1) // self.num_engines
         return self.submit(
             sample_responses, prompts[first:end], seeds[first:end], temperature, self.args
         ).result()
 
     def sync_weights(self, weights, version):
         """Give vLLM the weights of a version, as gather_weights yields them. vLLM must be idle."""
-        if self.way == "pipe":
+        if self.transfer == "pipe":
             for named_weight in weights:
                 # Pickle here, because the executor's own pickler would move the learner's parameter
                 # to shared memory. Send one weight at a time, because each queued one is a copy
@@ -1943,11 +1955,11 @@ class VLLM:
                 "dtype_names": [self.args.dtype] * len(names),
                 "shapes": [list(tensor.shape) for tensor in tensors],
             }
-            if self.way == "ipc":
+            if self.transfer == "ipc":
                 uuid = str(torch.cuda.get_device_properties().uuid)
                 info["ipc_handles"] = [{uuid: reduce_tensor(tensor)[1]} for tensor in tensors]
             update = self.submit(call_llm, "update_weights", {"update_info": info})
-            if self.way == "nccl":
+            if self.transfer == "nccl":
                 for tensor in tensors:
                     self.nccl.broadcast(tensor, src=0, stream=torch.cuda.current_stream())
             update.result(WEIGHT_SYNC_TIMEOUT)
@@ -1957,7 +1969,7 @@ class VLLM:
 
     def connect(self):
         """Prepare vLLM's workers for "ipc" or "nccl", before the first weight sync."""
-        if self.way == "ipc":
+        if self.transfer == "ipc":
             self.call("init_weight_transfer_engine", {"init_info": {}})
             return
         from vllm.distributed.weight_transfer.nccl_common import stateless_init_process_group
@@ -1977,7 +1989,7 @@ class VLLM:
         joined.result(WEIGHT_SYNC_TIMEOUT)
 
 
-def way_of_weights(gpus, args):
+def transfer_method(gpus, args):
     """Return the name of the method by which weights are transferred to an engine.
 
     pipe sends copies through the pipe to vLLM's process, if there is no GPU. ipc sends handles of
@@ -2027,7 +2039,7 @@ def sync_weights(engine, language_model, version, args):
     engine.sync_weights(gather_weights(language_model, args), version)
 
 
-def gather_rollout(share, cpu_group):
+def gather_rollout(part, cpu_group):
     """Join the parts of all ranks, each a Rollout, into one Rollout.
 
     cpu_group is the ranks' gloo group, or None with one rank. The parts, in the order of the ranks,
@@ -2036,10 +2048,10 @@ def gather_rollout(share, cpu_group):
     Every rank must call this, in the same order.
     """
     if not cpu_group:
-        return share
-    shares = [None] * cpu_group.size()
-    torch.distributed.all_gather_object(shares, share, group=cpu_group)
-    rollout, *others = shares  # rank 0 has an engine, so its times are reported
+        return part
+    parts = [None] * cpu_group.size()
+    torch.distributed.all_gather_object(parts, part, group=cpu_group)
+    rollout, *others = parts  # rank 0 has an engine, so its times are reported
     for other in others:
         rollout.responses += other.responses
         rollout.eval_responses += other.eval_responses
@@ -2114,7 +2126,7 @@ def vllm_settings(gpus, folder, max_length, args):
         # As the learner's: in bfloat16 logits of 16 to 32 are 0.125 apart. On a CPU vLLM would cast
         # the head for each token
         options["hf_overrides"] = {"head_dtype": "float32"}
-        options["weight_transfer_config"] = {"backend": way_of_weights(gpus, args)}
+        options["weight_transfer_config"] = {"backend": transfer_method(gpus, args)}
     else:
         environment.setdefault("TORCH_COMPILE_DISABLE", "1")  # saves 6 to 20 s
         # Learner and engine share the cores
@@ -2171,7 +2183,7 @@ def place_engine(rank, num_gpus, args):
 class NoEngine:
     """What a rank without an engine has instead of a VLLM. No prompt is in its part."""
 
-    count, policy_version = 0, None
+    num_engines, policy_version = 0, None
 
     def sample(self, prompts, seeds, temperature):
         return []
@@ -2190,11 +2202,12 @@ def limit_memory(device, args):
     if device.type != "cuda":
         return
     gib = 2**30 / torch.cuda.get_device_properties().total_memory
-    share = 0 if args.vllm_gpus else args.vllm_gpu_memory_utilization  # vLLM's of this GPU
+    # vLLM's fraction of this GPU
+    of_vllm = 0 if args.vllm_gpus else args.vllm_gpu_memory_utilization
     # 1 GiB is for the CUDA context of each process on this GPU. 1 GiB is for NCCL, which connects
     # ranks with each other, and a rank with an engine on other GPUs
     room = 2 if args.vllm_gpus or args.world_size == 1 else 3
-    torch.cuda.set_per_process_memory_fraction(1 - share - room * gib)
+    torch.cuda.set_per_process_memory_fraction(1 - of_vllm - room * gib)
 
 
 # --------------------------------------------------------------------- what runs in vLLM's process
@@ -2405,22 +2418,18 @@ def start_reward_worker(args):
     """Start a process for --reward_fn. Return its executor, and the id of its process group."""
     context = mp.get_context("forkserver")
     executor = ProcessPoolExecutor(1, context, initializer=die_with_script)
-    process_group = executor.submit(os.getpid).result(START_TIMEOUT)  # it leads its group
+    source = read_reward_file(args.reward_fn)
+    start = executor.submit(start_reward_process, args.reward_fn, source)
+    process_group = start.result(START_TIMEOUT)
     process_groups.append(process_group)
-    try:
-        file = read_reward_file(args.reward_fn)
-        executor.submit(start_reward_process, args.reward_fn, file).result(START_TIMEOUT)
-    except BaseException:  # for example that of sys.exit() in the file
-        kill_group(process_group)
-        raise
     return executor, process_group
 
 
 @cache
 def read_reward_file(reward_fn):
-    """Return the content of the file in path/to/file.py:function.
+    """Return the source of the file in path/to/file.py:function.
 
-    It is cached, so that a later edit of the file can be noticed.
+    It is cached, so that all workers grade by the same source, even if the file is edited later.
     """
     path, _, _ = reward_fn.rpartition(":")
     return Path(path).read_bytes()
@@ -2435,11 +2444,9 @@ def call_worker(workers, response, args):
     """
     executor, process_group = workers.get()
     try:
-        if not psutil.pid_exists(process_group):  # it has died while it was idle
-            kill_group(process_group)
         if process_group not in process_groups:
             executor, process_group = start_reward_worker(args)
-        return executor.submit(call_reward_fn, args.reward_fn, response).result(args.reward_timeout)
+        return executor.submit(call_reward_fn, response).result(args.reward_timeout)
     except BaseException as error:  # sys.exit() in the file raises no Exception
         kill_group(process_group)
         is_late = isinstance(error, TimeoutError)
@@ -2452,46 +2459,43 @@ def call_worker(workers, response, args):
 # ---------------------------------------------------------- what runs in a reward worker's process
 
 
-def start_reward_process(reward_fn, file):
-    """Prepare a worker's process.
+reward_function = None  # that of --reward_fn
 
-    file: the content of the reward's file at the start of the run. Raise RuntimeError if it has
-    changed, because old and new workers would grade differently.
+
+def start_reward_process(reward_fn, source):
+    """Load the reward function. Return the id of this process, which is also that of its group."""
+    global reward_function
+    reward_function = load_function(reward_fn, source)
+    return os.getpid()
+
+
+def load_function(path_and_name, source):
+    """Load the function of path/to/file.py:function, which can import its neighbours.
+
+    source: the content of the file.
     """
-    if read_reward_file(reward_fn) != file:
-        raise RuntimeError(
-            f"the file of {reward_fn} has changed since the run began, and the other workers have "
-            f"the old one; restore it, or stop and resume the run to use the new one"
-        )
-    load_reward_fn(reward_fn)
-
-
-@cache
-def load_reward_fn(reward_fn):
-    """Load the function of path/to/file.py:function, which can import its neighbours."""
-    path, _, name = reward_fn.rpartition(":")
+    path, _, name = path_and_name.rpartition(":")
     sys.path.insert(0, str(Path(path).resolve().parent))
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
     module = importlib.util.module_from_spec(spec)
     sys.modules.setdefault(spec.name, module)  # unless Python has another one of this name
-    spec.loader.exec_module(module)
+    exec(compile(source, path, "exec"), vars(module))
     return getattr(module, name)
 
 
-def call_reward_fn(reward_fn, response):
+def call_reward_fn(response):
     """Return a copy of a response with its verifiable reward, or with the error as its failure."""
     pid, prompt = os.getpid(), response.prompt
     about = {"num_tokens": len(response.token_ids), "stopped": response.stopped}
     try:
-        function = load_reward_fn(reward_fn)
         arguments = reward_arguments(
-            function,
+            reward_function,
             prompt.data_source,
             response.text,
             prompt.ground_truth,
             about | (prompt.extra_info or {}),
         )
-        score, metrics = read_score(function(**arguments))
+        score, metrics = read_score(reward_function(**arguments))
         if not math.isfinite(score):
             raise ValueError(f"the reward is {score}")
         response = replace(response, verifiable=score, reward_metrics=metrics)
@@ -2577,7 +2581,7 @@ def batch_metrics(batch, args):
         "mismatch/logprob_diff_max": mismatch.abs().max(),
         # KL of the sampler to the learner
         "mismatch/kl": masked_mean(kl_penalty(sampler_logprobs, logprobs, "kl3"), mask),
-        # Effective sample size, as a share of the tokens
+        # Effective sample size, as a fraction of the tokens
         "mismatch/ess": ratios.sum() ** 2 / (ratios**2).sum() / len(ratios),
         "mismatch/tis_clipfrac": (ratios > (args.tis_cap or math.inf)).float().mean(),
     }
@@ -2852,7 +2856,7 @@ def load_checkpoint(trained_models, checkpoint_dir):
         for part, folder in checkpoint_parts(trained_models, checkpoint_dir):
             checkpoint.load(part, checkpoint_id=folder)
         for model, _ in trained_models.values():
-            round_masters(model)
+            masters_to_weights(model)
 
 
 def save_checkpoint(trained_models, run_dir, step, state, args):
