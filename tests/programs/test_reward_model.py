@@ -141,7 +141,9 @@ NO_PAIRS = [
 def test_example_that_is_not_a_pair_is_refused_by_its_number(tokenizer, tmp_path):
     for number, (row, message) in enumerate(NO_PAIRS):
         path = write_rows(tmp_path / f"{number}.jsonl", [ROW, row, ROW])
-        with pytest.raises(ValueError, match=f"^{re.escape(f'{path}, row 1: {message}')}"):
+        with pytest.raises(
+            ValueError, match=f"^{re.escape(f'{path}, row 1: ValueError: {message}')}"
+        ):
             load_pairs(path, tokenizer)
 
 
