@@ -23,7 +23,6 @@ from pathlib import Path
 from internal import run_summary as summary
 from internal.run_curves import Run, draw_run, lines_of_table
 from internal.run_files import make_parser, read_args, read_lines, read_metrics, read_rollouts
-from internal.run_summary import describe_costs  # noqa: F401  (gpu_check.py looks for it here)
 from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
