@@ -50,10 +50,11 @@ sys.path += [str(Path(__file__).resolve().parents[1] / name) for name in ("bench
 
 import debug_runs as benchmark
 import fork
-import inspect_run
 import torch
 from debug_runs import REPO, debug_command, flags_of, make_parser, rounded
 from torch.nn.functional import scaled_dot_product_attention
+
+from internal import run_files, run_summary
 
 DEBUG_MODEL = REPO / "debug_assets" / "model"
 HAS_GPU = torch.cuda.is_available()
@@ -110,7 +111,7 @@ def run(command, time_limit=TIME_LIMIT, **environment):
             words, _, output = str(error).partition("\n")
             raise RuntimeError(f"{reasons[0]}\n{words}\n{output[-ERROR_LENGTH:]}") from error
         run_dir = Path(folder, "run")
-        costs = inspect_run.describe_costs(run_dir, inspect_run.read_args(run_dir), steps)
+        costs = run_summary.describe_costs(run_dir, run_files.read_args(run_dir), steps)
     at_once = re.search(r"Maximum concurrency for [\d,]+ tokens per request: ([\d.]+)x", output)
     constants = {
         "vllm/model_runner": 2 if "Using V2 Model Runner" in output else 1,

@@ -362,17 +362,26 @@ def gpu_of(run):
     return memory and LIKELY[min(LIKELY, key=lambda gib: abs(gib - memory))]
 
 
-def flops_of(model, length):
+def flops_of_token(matrices, attention, has_adapters=False):
     """Return a token's model FLOPs in a forward pass, and in a forward and a backward pass.
 
-    The formulas are those of 2204.02311, appendix B. All rows have this length. What a causal mask
-    saves is ignored, and what gradient checkpointing computes a second time is not counted.
+    The formulas are those of 2204.02311, appendix B. `matrices` is the number of parameters that
+    are multiplied, including the head. `attention` is layers x numbers of a query x length. What a
+    causal mask saves is ignored, and what gradient checkpointing computes a second time is not
+    counted. Frozen matrices have no gradient to compute.
+
+    >>> flops_of_token(1000, 10), flops_of_token(1000, 10, has_adapters=True)
+    ((2040, 6120), (2040, 4120))
     """
+    return 2 * matrices + 4 * attention, (4 if has_adapters else 6) * matrices + 12 * attention
+
+
+def flops_of(model, length):
+    """Return flops_of_token of a model for rows of this length."""
     config = model.config.get_text_config()
     linear = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
-    matrices = sum(module.weight.numel() for module in linear)
     attention = config.num_hidden_layers * widths(config)[0] * length
-    return 2 * matrices + 4 * attention, 6 * matrices + 12 * attention
+    return flops_of_token(sum(module.weight.numel() for module in linear), attention)
 
 
 def pass_seconds(run, model, rows, trains=False, host=0.0):

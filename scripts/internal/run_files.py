@@ -1,11 +1,13 @@
-"""Read the files of a run, for the programs that show it.
+"""Read the files of a run and the command line, for the programs that show a run.
 
 A line that is only half written is ignored, because the run may still be writing it.
 """
 
+import argparse
 import json
 import math
 import re
+import sys
 from collections import defaultdict
 from pathlib import Path
 
@@ -14,6 +16,13 @@ NONE_RIGHT = (
     "No answer counts as correct: an answer is correct if it scores 1 or more, or if the reward "
     "returns `right`"
 )
+
+
+def make_parser(docstring: str) -> argparse.ArgumentParser:
+    """Return a parser that shows a program's docstring as help."""
+    sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may support only ASCII
+    style = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(description=docstring, formatter_class=style)
 
 
 def read_args(run_dir: Path) -> dict:

@@ -95,9 +95,9 @@ def test_figures_are_read_from_the_output_of_vllm_and_of_inspect_run(monkeypatch
     output = "INFO Using V2 Model Runner\n"
     output += "INFO Maximum concurrency for 1,536 tokens per request: 12.50x\n"
     monkeypatch.setattr(gpu_check.benchmark, "run", lambda *_, **__: ([{}], output))
-    monkeypatch.setattr(gpu_check.inspect_run, "read_args", lambda run_dir: {})
+    monkeypatch.setattr(gpu_check.run_files, "read_args", lambda run_dir: {})
     costs = "9 response tokens per second"
-    monkeypatch.setattr(gpu_check.inspect_run, "describe_costs", lambda *_: f"To compare: {costs}")
+    monkeypatch.setattr(gpu_check.run_summary, "describe_costs", lambda *_: f"To compare: {costs}")
     figures = {"vllm/model_runner": 2, "vllm/at_once": 12.5, "compare": costs}
     assert gpu_check.run(["program.py"]) == [figures]
 
