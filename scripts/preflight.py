@@ -323,6 +323,8 @@ def check_gpus(run):
             f"named once, with --vllm_tensor_parallel_size ({size}) for each engine, and no more "
             f"engines than learners"
         )
+    if run.args.compile_layers and num_gpus == 0:
+        raise Mistake("--compile_layers is for GPUs, because on a CPU the compiler takes minutes")
     idle = num_gpus - learners - len(gpus)
     if idle > 0:
         run.warnings.append(f"{idle} of a node's {num_gpus} GPUs are not used; see --num_processes")
@@ -493,7 +495,10 @@ def load_dataset(run, flag):
         if is_local(path) and split not in (None, getattr(type(args), f"{flag}_split")):
             check_split(path, config, split)
         if not rows:
-            raise Mistake(f"no row was read of the split {split}; the dataset is empty")
+            raise Mistake(
+                f"no row was read of the split {split}; the dataset is empty, or its files are of "
+                f"another kind, such as those of save_to_disk (write .parquet by to_parquet)"
+            )
     run.warnings += data_warnings.notes_on_files(os.path.join(path, config or ""), split)
     loaded, lengths = load_any_length(run, (path, config, split), is_eval)
 

@@ -153,6 +153,11 @@ def model(*changes, flag="model_name_or_path", to="model"):
     return make
 
 
+def arrow_files(folder):
+    write_text(folder / "saved" / "data-00000-of-00001.arrow", "")
+    return {"dataset": folder / "saved"}
+
+
 # Changes of a model's folder
 
 
@@ -269,6 +274,7 @@ MISTAKES = {
         "row 70: the prompt is the text of",
         EVERY,
     ),
+    "files of save_to_disk": (arrow_files, "no row was read | to_parquet"),
     "rows of another format": (table, "--dataset | read from .jsonl and .parquet files", EVERY),
     "parts": (last(prompt=PARTS), "row 70: a content is a list of parts", EVERY),
     "system passed over": (
@@ -325,6 +331,10 @@ MISTAKES = {
     "a GPU twice": (placed("2 2"), "--vllm_gpus (2, 2) | each named once"),
     "half an engine": (placed("2 3 4", 2), "(2, 3, 4) | --vllm_tensor_parallel_size (2) for each"),
     "engines of nobody": (placed("2 3 4"), "no more engines than learners"),
+    "compiled on a CPU": (
+        {"compile_layers": True, "num_gpus": 0},
+        "--compile_layers | takes minutes",
+    ),
     "no GPUs for many": (ROOM | {"vllm_tensor_parallel_size": 2}, "--vllm_gpus () | (2) for each"),
     "ranks of one process": (
         ONE_PROCESS,
