@@ -16,9 +16,8 @@ import psutil
 import pytest
 import torch
 from helpers import REPO
-from helpers.endings import new_mark, processes_with
 from helpers.files import write_text
-from helpers.processes import alive, end, environment, wait_until
+from helpers.processes import alive, end, environment, new_mark, processes_with, wait_until
 from transformers import AutoTokenizer
 
 import ppo_vllm_async as script

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import time
+import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -83,8 +84,23 @@ def alive(processes):
     return [process for process in processes if lives(process)]
 
 
+def new_mark():
+    """Return a variable of the environment that marks a process and everything that it starts."""
+    return {"TANDEM_TEST": uuid.uuid4().hex}
+
+
+def processes_with(mark):
+    """Return the processes that have a mark."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get("TANDEM_TEST") == mark["TANDEM_TEST"]:
+                found.append(process)
+    return found
+
+
 def folders_of_vllm(stdout):
-    """Those that saving_batches.watched has named; none before vLLM was started."""
+    """Return the folders that saving_batches.watched has named (none before vLLM was started)."""
     line = re.search(r"^Folders of vLLM: (.*)$", stdout, re.MULTILINE)
     return [Path(folder) for folder in line[1].split()] if line else []
 

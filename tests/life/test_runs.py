@@ -13,10 +13,9 @@ import overlap
 import pytest
 import torch
 from helpers import ASYNC, SCRIPTS
-from helpers.endings import new_mark, processes_with
 from helpers.files import read_json_lines
 from helpers.formulas import logprobs_and_entropies
-from helpers.processes import ONE_RANK, folders_of_vllm
+from helpers.processes import ONE_RANK, folders_of_vllm, new_mark, processes_with
 from helpers.runs import (
     VLLM_OPTIONS,
     batch_of,
