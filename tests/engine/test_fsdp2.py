@@ -1,8 +1,7 @@
 """Models that ranks share, by FSDP2: what comes of them is what one process makes of copies.
 
 Two ranks on the CPU, by gloo. helpers/compute_on_ranks.py computes on one process, by DDP and by
-FSDP2, and has main() run with a stub of vLLM. With vLLM itself FSDP2 is in test_adapters.py, and
-with a fault in test_ends.py.
+FSDP2, and has main() run with a stub of vLLM. A fault under FSDP2 is in test_ends.py.
 """
 
 import json
