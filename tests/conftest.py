@@ -37,9 +37,8 @@ import time
 import pytest
 import torch
 from helpers import LORA, REPO
-from helpers.processes import end, environment, finish, flags_of
+from helpers.processes import TWO_RANKS, end, environment, finish, flags_of
 from helpers.runs import VLLM_OPTIONS
-from helpers.zygote import Zygote, forked_engines
 
 # The hub is out of bounds for tests; a name that is not a folder fails at once instead of after
 # retries.
@@ -171,20 +170,6 @@ def saved_policy(tmp_path):
     return tmp_path / "policy"
 
 
-@pytest.fixture(scope="module")
-def engines():
-    """The VLLMs that a module's tests make are forked."""
-    with forked_engines():
-        yield
-
-
-@pytest.fixture(scope="session")
-def zygote():
-    zygote = Zygote(environment())
-    yield zygote
-    zygote.end()
-
-
 def start_python(argv, env, folder):
     with open(folder / "stdout", "w") as stdout, open(folder / "stderr", "w") as stderr:
         return subprocess.Popen(
@@ -201,11 +186,10 @@ def start_python(argv, env, folder):
 
 
 @pytest.fixture(scope="session")
-def start_script(assets, take_rows, request):
-    """Starts a script of the repository on the debug assets; it ends with the session at last.
+def start_script(assets, take_rows):
+    """Start a script on the debug assets. The end of the session ends it, if nothing else does.
 
-    A Zygote forks it, on so many ranks; with a launcher, () being Python alone, it is started as a
-    user starts it.
+    Without a launcher, Python starts one rank, and torchrun starts two.
     """
     started = []
     defaults = {
@@ -234,10 +218,8 @@ def start_script(assets, take_rows, request):
         of_ppo = {} if "grpo" in "".join(words) else {"value_learning_rate": 1e-3}
         argv = [*words, *flags_of(defaults | of_ppo | {"output_dir": folder} | options)]
         if launcher is None:
-            zygote = request.getfixturevalue("zygote")
-            process = zygote.start(argv, environment(env), folder, ranks)
-        else:
-            process = start_python([*launcher, *argv], environment(env), folder)
+            launcher = {1: (), 2: TWO_RANKS}[ranks]
+        process = start_python([*launcher, *argv], environment(env), folder)
         process.folder, process.run_dir = folder, folder / "run"
         started.append(process)
         return process
@@ -250,7 +232,7 @@ def start_script(assets, take_rows, request):
 
 @pytest.fixture(scope="session")
 def run_script(start_script):
-    """Runs a script to its end: run_script("ppo_sync.py", tmp_path, beta=0.1) -> Run."""
+    """Run a script to its end: run_script("ppo_sync.py", tmp_path, beta=0.1) -> Run."""
 
     def run(script, folder, launcher=None, **options):
         started_at = time.monotonic()
@@ -264,8 +246,8 @@ def run_with_fault(run_script):
     """run_with_fault("ppo_vllm_async.py", "SIGKILL", tmp_path) -> Run."""
     program = str(REPO / "tests" / "helpers" / "run_with_fault.py")
 
-    def run(script, fault, folder, launcher=(), **options):
-        return run_script(fault, folder, launcher, program=(program, script), **options)
+    def run(script, fault, folder, **options):
+        return run_script(fault, folder, program=(program, script), **options)
 
     return run
 
@@ -273,7 +255,7 @@ def run_with_fault(run_script):
 @pytest.fixture(scope="session")
 def vllm_run(run_script, small_eval, tmp_path_factory):
     folder = tmp_path_factory.mktemp("vllm")
-    run = run_script("ppo_sync.py", folder, (), eval_dataset=small_eval, **VLLM_OPTIONS)
+    run = run_script("ppo_sync.py", folder, eval_dataset=small_eval, **VLLM_OPTIONS)
     assert run.returncode == 0, run.output
     return run
 

@@ -242,7 +242,7 @@ def test_engine_loads_the_checkpoint_by_our_config(saved_model, monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def system(engines, tmp_path_factory):
+def system(tmp_path_factory):
     """A policy with an adapter and an engine; its config says that the head is tied, wrongly."""
     folder = tmp_path_factory.mktemp("base")
     rollouts.tiny_language_model(**SIZES).save_pretrained(folder)

@@ -157,7 +157,7 @@ def running_vllm(tied=False, **options):
 
 
 @pytest.fixture(scope="module")
-def running(engines):
+def running():
     """An engine whose head is tied. That of test_runs.py is not."""
     with running_vllm(tied=True) as system:
         assert differences(system).mean() > 0.1  # a tensor that is never sent must show
@@ -364,7 +364,7 @@ def test_two_workers_have_the_weights_and_the_death_of_one_is_noticed(monkeypatc
 
 
 @pytest.mark.slow
-def test_head_in_float32_is_what_the_learner_has(engines, monkeypatch):
+def test_head_in_float32_is_what_the_learner_has(monkeypatch):
     """In bfloat16 logits of 4 to 8 are 0.03 apart. On GPUs it is on: forced here on a CPU.
 
     The model's layers add nothing, and its hidden states are 1 and -1: the head alone rounds.

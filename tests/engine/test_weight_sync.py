@@ -138,7 +138,7 @@ def test_prefix_cache_that_is_not_emptied_is_an_error(start_stub):
 
 
 @pytest.fixture(scope="module")
-def process(engines):
+def process():
     """What takes the place of CUDA, and the process of all engines, one after the other."""
     executor = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
     pynccl = "vllm.distributed.device_communicators.pynccl"
