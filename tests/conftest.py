@@ -38,7 +38,6 @@ import pytest
 import torch
 from helpers import LORA, REPO
 from helpers.processes import TWO_RANKS, end, environment, finish, flags_of
-from helpers.runs import VLLM_OPTIONS
 
 # The hub is out of bounds for tests; a name that is not a folder fails at once instead of after
 # retries.
@@ -249,14 +248,6 @@ def run_with_fault(run_script):
     def run(script, fault, folder, **options):
         return run_script(fault, folder, program=(program, script), **options)
 
-    return run
-
-
-@pytest.fixture(scope="session")
-def vllm_run(run_script, small_eval, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("vllm")
-    run = run_script("ppo_sync.py", folder, eval_dataset=small_eval, **VLLM_OPTIONS)
-    assert run.returncode == 0, run.output
     return run
 
 
