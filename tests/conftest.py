@@ -169,21 +169,6 @@ def saved_policy(tmp_path):
     return tmp_path / "policy"
 
 
-def start_python(argv, env, folder):
-    with open(folder / "stdout", "w") as stdout, open(folder / "stderr", "w") as stderr:
-        return subprocess.Popen(
-            [sys.executable, *argv],
-            cwd=REPO,
-            env=env,
-            stdin=subprocess.DEVNULL,
-            stdout=stdout,
-            stderr=stderr,
-            # So that a test can press Ctrl-C, which a shell in the background had us ignore
-            start_new_session=True,
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-        )
-
-
 @pytest.fixture(scope="session")
 def start_script(assets, take_rows):
     """Start a script on the debug assets. The end of the session ends it, if nothing else does.
@@ -218,7 +203,16 @@ def start_script(assets, take_rows):
         argv = [*words, *flags_of(defaults | of_ppo | {"output_dir": folder} | options)]
         if launcher is None:
             launcher = {1: (), 2: TWO_RANKS}[ranks]
-        process = start_python([*launcher, *argv], environment(env), folder)
+        with open(folder / "stdout", "w") as stdout, open(folder / "stderr", "w") as stderr:
+            process = subprocess.Popen(
+                [sys.executable, *launcher, *argv],
+                cwd=REPO,
+                env=environment(env),
+                stdin=subprocess.DEVNULL,
+                stdout=stdout,
+                stderr=stderr,
+                start_new_session=True,  # so that a test can press Ctrl-C
+            )
         process.folder, process.run_dir = folder, folder / "run"
         started.append(process)
         return process

@@ -157,8 +157,9 @@ def process():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("tied", "dtype"), [(False, "bfloat16"), (True, "float32")])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("backend", "tied", "dtype"), [("ipc", False, "bfloat16"), ("nccl", True, "float32")]
+)
 def test_vllm_has_the_weights_that_were_synced(backend, tied, dtype, process):
     args, model = args_for(backend, dtype=dtype), tiny_model(tied)
     vllm = script.VLLM((0, 1, GPUS[backend]), model.config, MAX_LENGTH, args)

@@ -1,6 +1,5 @@
 """Tiny models and a made-up batch of unequal lengths."""
 
-import contextlib
 import random
 import sys
 from collections import defaultdict
@@ -11,7 +10,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from torch.utils._pytree import tree_map_only
 from transformers import (
     AutoModelForCausalLM,
     Qwen2Config,
@@ -57,11 +55,7 @@ def tiny_classifier(seed, **changes):
     return Qwen2ForSequenceClassification(Qwen2Config(**CONFIG | {"num_labels": 1} | changes))
 
 
-TINY = {
-    "dtype": "float32",
-    "per_device_train_batch_size": 8,
-    "temperature": 0.8,
-}
+TINY = {"dtype": "float32", "per_device_train_batch_size": 8, "temperature": 0.8}
 
 
 def tiny_args(**changes):
@@ -162,31 +156,6 @@ def near_policy(batch, policy, distance, temperature=0.8):
         sampler_logprobs=batch.sampler_logprobs + change,
         ref_logprobs=batch.ref_logprobs + change,
     )
-
-
-@contextlib.contextmanager
-def spoiled_padding(models):
-    """What a PolicyModel or a ValueModel says of no token of a response is far from all else.
-
-    And what rows are padded with is another token.
-    """
-
-    def spoil_inputs(model, given):
-        input_ids, mask = given
-        until_the_end = mask.flip(1).cummax(1).values.flip(1).bool()
-        return input_ids.where(until_the_end, 7), mask
-
-    def spoil_outputs(model, given, outputs):
-        inside = given[1].bool()
-        # exp() of some of these is infinite, and infinity times a mask of 0 is not 0
-        rubbish = torch.tensor([1e3, -1e3]).repeat(inside.shape[1])[: inside.shape[1]]
-        return tree_map_only(torch.Tensor, lambda output: output.where(inside, rubbish), outputs)
-
-    with contextlib.ExitStack() as stack:
-        for model in models:
-            stack.callback(model.register_forward_pre_hook(spoil_inputs).remove)
-            stack.callback(model.register_forward_hook(spoil_outputs).remove)
-        yield
 
 
 def one_of_ranks(rank, world_size):
