@@ -53,11 +53,13 @@ weights with the policy. Advantages are whitened over all rows of the step that 
 default lambdas are 1 and values are not clipped. There is no entropy bonus. vLLM's probabilities
 differ a little from the learner's, so the policy's loss has an importance weight.
 
-Where to make a change: Add a part of the score in score_responses. Compute rewards per token and
-advantages in step 6. Add a term of the policy's loss in token_losses, and one of the value model's
-loss in value_losses. Make a tensor that these need a field of Batch, and fill it in step 4, 5 or 6.
-Metrics come from the losses and from batch_metrics. What a resume must find again belongs in
-`state`, or in `trained_models` if it is a model. docs/changing_a_script.md has worked examples.
+Where to make a change (docs/changing_a_script.md has worked examples):
+    a part of the score            score_responses
+    rewards, advantages            step 6
+    a term of the loss             token_losses for the policy, value_losses for the value model
+    a tensor that these need       a field of Batch, which step 4, 5 or 6 fills in
+    a metric                       the losses (for each token), or batch_metrics
+    what a resume must find again  `state`, or `trained_models` if it is a model
 
 Reading on to the banner ("The algorithm ends here") takes an hour or a little more. Look up the
 rest when you need it. If this script differs from another, tests/promise/test_scripts_agree.py
@@ -243,7 +245,7 @@ class Batch:
     input_ids: Tensor  # (rows, length)
     lengths: Tensor  # (rows,), int64, number of tokens in a row
     mask: Tensor  # (rows, length), 1.0 at response tokens
-    loss_mask: Tensor  # (rows, length), the mask, but 0.0 in rows without a score
+    loss_mask: Tensor  # (rows, length), the mask, but 0.0 in rows outside the loss
     scores: Tensor  # (rows,), 0.0 if there is none
     has_score: Tensor  # (rows,), 1.0 or 0.0
     sampler_logprobs: Tensor  # (rows, length), from vLLM
@@ -257,14 +259,14 @@ class Batch:
     advantages: Tensor | None = None
     returns: Tensor | None = None  # what the value model should predict
 
-    def cut(self, rows, length):
+    def select(self, rows, length):
         """Return a Batch of some rows, which are at most `length` tokens long."""
-        parts = {
+        selected = {
             name: tensor[rows, :length] if tensor.dim() == 2 else tensor[rows]
             for name, tensor in vars(self).items()
             if tensor is not None
         }
-        return Batch(**parts)
+        return Batch(**selected)
 
 
 # -------------------------------------------------------------------------------------------- main
@@ -340,12 +342,11 @@ def main(args):
         # 4. Build the batch, one row per response with its prompt, and assign rows to mini-batches
         batch = collate(responses, accelerator.device)
         check_rewards(responses)  # ends the run if the reward failed on all of them
-        epochs = deal_rows(training_step, args)  # [epoch][mini_batch] -> rows
+        epochs = shuffle_into_mini_batches(training_step, args)  # [epoch][mini_batch] -> rows
 
         # 5. Forward passes before any update. Trained models use the micro-batches of the first
         # epoch, because other padding would change the last bits. On a CPU all ratios of the first
-        # update are therefore exactly 1, unless --compile_layers is set, which uses other kernels
-        # if gradients are needed
+        # update are therefore exactly 1
         with timed(metrics, "forward"):
             batch.logprobs, batch.entropies = forward_all(
                 accelerator, policy, batch, epochs[0], args
@@ -419,13 +420,13 @@ def main(args):
 
 
 def evaluation_is_due(steps, args):
-    """Return whether the policy is evaluated after this number of steps.
+    """Return whether an evaluation is due after this number of steps.
 
-    In ppo_sync.py, version s answers an evaluation after s steps. In the asynchronous scripts its
-    prompts go out with those of step s + 1, when vLLM still has version s - 1 (version 0 if s is
-    0). Evaluations after 0 steps and after 1 step would therefore both be of version 0, so
-    evaluations are at least two steps apart. In every script the last evaluation is of the last
-    version.
+    ppo_sync.py then evaluates the policy after these steps. In the asynchronous scripts, the
+    evaluation's prompts are sent together with those of the next batch, and the weights that vLLM
+    has by then are one version older. Evaluations after 0 steps and after 1 step would therefore
+    both be of version 0, so evaluations are at least two steps apart. The last one, after all
+    steps, is of the last version in every script.
     """
     num_steps = args.num_training_steps
     num_evals = min(args.num_evals, num_steps // 2)
@@ -439,9 +440,9 @@ def kl_penalty(logprobs, ref_logprobs, estimator):
     """Estimate KL(policy || reference) at each sampled token, in the shape of logprobs.
 
     With d = logprobs - ref_logprobs, kl1 is d and kl3 is exp(-d) - 1 + d
-    (http://joschu.net/blog/kl-approx.html). PPO has kl1 in its reward. A reward with kl3 would
-    hardly pull the policy towards a reference that is near, because there kl3 is about d^2 / 2
-    (2510.01555).
+    (http://joschu.net/blog/kl-approx.html). PPO's reward uses kl1. With kl3 in the reward, the
+    policy would hardly be pulled back as long as it is close to the reference, because kl3 is only
+    about d^2 / 2 there (2510.01555).
 
     >>> kl_penalty(torch.tensor([0.0]), torch.tensor([-1.0]), "kl1").item()
     1.0
@@ -538,7 +539,7 @@ def accumulate_gradients(accelerator, models, batch, rows, divisor, sums, args):
 
     Every rank must call this, in the same order.
     """
-    for _, part in cut_micro_batches(accelerator, batch, rows, args):
+    for _, part in split_into_micro_batches(accelerator, batch, rows, args):
         mask = part.loss_mask
         sums["tokens"] += mask.sum(dtype=torch.float64)
         sums["val/update_tokens"] += part.lengths.sum()
@@ -558,8 +559,10 @@ def token_losses(outputs, part, args):
         weight = min(old / sampler, tis_cap)    see importance_weights
         loss   = -min(ratio * A, clip(ratio, 1 - cliprange, 1 + cliprange) * A) * weight
 
-    A is the token's advantage. outputs holds the policy's new log-probabilities and entropies. part
-    is a micro-batch (a Batch), which holds the old ones. All tensors have the shape (rows, length).
+    A is the token's advantage.
+
+    outputs holds the policy's new log-probabilities and entropies. part is a micro-batch (a Batch),
+    which holds the old ones. All tensors have the shape (rows, length).
     """
     new_logprobs, entropies = outputs
     mask = part.loss_mask
@@ -600,8 +603,8 @@ def importance_weights(old_logprobs, sampler_logprobs, mask, args):
     """Return the importance weight of each token, which is old / sampler but at most tis_cap.
 
     It corrects for the sampler, which has other kernels (https://fengyao.notion.site/off-policy-rl)
-    and, in the asynchronous scripts, older weights. With --tis_cap 0 all weights are 1. The result
-    has the shape (rows, length).
+    and, in the asynchronous scripts, older weights. With --tis_cap 0 all weights are 1.
+    The result has the shape (rows, length).
 
     >>> learner, sampler = torch.tensor([[-1.0, -1.0]]), torch.tensor([[-1.5, -2.0]])
     >>> importance_weights(learner, sampler, torch.ones(1, 2), Args(tis_cap=2.0))
@@ -668,7 +671,7 @@ def loss_divisor(loss_mask):
     return max(1, int(loss_mask.sum()))
 
 
-def deal_rows(training_step, args):
+def shuffle_into_mini_batches(training_step, args):
     """Return the mini-batches of a step's epochs as [epoch][mini_batch] -> rows.
 
     They are equal on all ranks. In each epoch all rows of the batch are shuffled again.
@@ -682,7 +685,7 @@ def deal_rows(training_step, args):
     return epochs
 
 
-def cut_micro_batches(accelerator, batch, mini_batch, args):
+def split_into_micro_batches(accelerator, batch, mini_batch, args):
     """Split this rank's part of a mini-batch into micro-batches, each (rows, a Batch of them).
 
     Rows are sorted by length, so that micro-batches have little padding, and each rank takes every
@@ -691,7 +694,7 @@ def cut_micro_batches(accelerator, batch, mini_batch, args):
     >>> prompt = Prompt("row 0", "", [5], None, None, None)
     >>> responses = [Response(prompt, [6] * n, np.zeros(n), True) for n in (2, 9, 3, 3)]
     >>> rank, batch = Accelerator(cpu=True), collate(responses, "cpu")
-    >>> parts = cut_micro_batches(rank, batch, [0, 1, 2, 3], Args(micro_batch_tokens=15))
+    >>> parts = split_into_micro_batches(rank, batch, [0, 1, 2, 3], Args(micro_batch_tokens=15))
     >>> [(rows, part.mask.shape) for rows, part in parts]
     [([0, 2, 3], torch.Size([3, 4])), ([1], torch.Size([1, 10]))]
     """
@@ -702,28 +705,30 @@ def cut_micro_batches(accelerator, batch, mini_batch, args):
     # Rows are dealt to ranks in ascending order of length, so for every n the last rank's n-th row
     # is the longest n-th row of all ranks. All ranks split and pad by the last rank's lengths
     longest = [lengths[row] for row in by_length[num_ranks - 1 :: num_ranks]]
-    for start, end in itertools.pairwise(cut_places(longest, args)):
+    for start, end in itertools.pairwise(micro_batch_boundaries(longest, args)):
         rows = own_rows[start:end]
-        yield rows, batch.cut(rows, longest[end - 1])
+        yield rows, batch.select(rows, longest[end - 1])
 
 
-def cut_places(lengths, args):
-    """Return the places at which rows of these lengths are split into micro-batches.
+def micro_batch_boundaries(lengths, args):
+    """Return the boundaries at which rows of these lengths are split into micro-batches.
 
     lengths are in ascending order. The tokens of a micro-batch include its padding. A row that is
     longer than the limit is a micro-batch of its own.
 
-    >>> cut_places([3, 4, 4, 10, 20], Args(micro_batch_tokens=15))
+    >>> micro_batch_boundaries([3, 4, 4, 10, 20], Args(micro_batch_tokens=15))
     [0, 3, 4, 5]
-    >>> cut_places([3, 4, 4, 10, 20], Args(micro_batch_tokens=15, per_device_train_batch_size=2))
-    [0, 2, 3, 4, 5]
+    >>> micro_batch_boundaries([3, 4, 4, 10, 20], Args(per_device_train_batch_size=2))
+    [0, 2, 4, 5]
     """
     max_rows = args.per_device_train_batch_size or len(lengths)
-    places = [0]
-    for i, length in enumerate(lengths):  # with row i, all are padded to its length
-        if i - places[-1] >= max(1, min(max_rows, args.micro_batch_tokens // length)):
-            places.append(i)
-    return [*places, len(lengths)]
+    boundaries = [0]
+    for i, length in enumerate(lengths):
+        # With row i, the micro-batch is padded to the length of row i
+        limit = max(1, min(max_rows, args.micro_batch_tokens // length))  # rows
+        if i - boundaries[-1] >= limit:  # no room for row i
+            boundaries.append(i)
+    return [*boundaries, len(lengths)]
 
 
 def apply_gradients(accelerator, model, optimizer, lr, batch, run_dir, args):
@@ -788,18 +793,18 @@ def forward_all(accelerator, model, batch, mini_batches, args):
 
     Every rank must call this, in the same order.
     """
-    whole = torch.zeros_like(batch.mask)
-    entropies = whole.clone()
+    all_outputs = torch.zeros_like(batch.mask)
+    all_entropies = all_outputs.clone()
     for mini_batch in mini_batches:
         # Each rank has the same number of micro-batches
-        for rows, part in cut_micro_batches(accelerator, batch, mini_batch, args):
+        for rows, part in split_into_micro_batches(accelerator, batch, mini_batch, args):
             outputs = model(part.input_ids, part.mask)
             if isinstance(outputs, tuple):  # a policy's outputs
-                outputs, part_entropies = outputs
-                entropies[rows, : part_entropies.shape[1]] = part_entropies
-            whole[rows, : outputs.shape[1]] = outputs
+                outputs, entropies = outputs
+                all_entropies[rows, : entropies.shape[1]] = entropies
+            all_outputs[rows, : outputs.shape[1]] = outputs
     # The sum over ranks is exact, because a row is 0 on all of them except one
-    return accelerator.reduce(whole), accelerator.reduce(entropies)
+    return accelerator.reduce(all_outputs), accelerator.reduce(all_entropies)
 
 
 def reference_logprobs(accelerator, ref_policy, batch, args):
@@ -1079,9 +1084,9 @@ class Args(Algorithm):
     attn_implementation: str = "sdpa"
     """Implementation of attention, such as sdpa, eager or flash_attention_2."""
     compile_layers: bool = False
-    """Compile the models' layers, on GPUs only. No GPU has shown the gain yet."""
+    """Compile the models' layers, on GPUs only. The gain has not been measured on a GPU yet."""
     gradient_checkpointing: bool = True
-    """compute activations again in the backward pass: less memory, a third slower"""
+    """Compute activations again in the backward pass. Less memory, but a third slower."""
     reward_model_path: str | None = None
     """Reward model, a one-label classifier with the policy's tokenizer. Unset means none."""
     reward_model_revision: str | None = None
@@ -1210,8 +1215,6 @@ def start_ranks(args):
         log_with="wandb" if args.with_tracking else None,
         kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout)],
     )
-    if args.compile_layers and accelerator.device.type == "cpu":
-        raise ValueError("--compile_layers is for GPUs: on a CPU the compiler takes minutes")
     if accelerator.num_processes == 1:
         return accelerator, None
     return accelerator, torch.distributed.new_group(backend="gloo", timeout=timeout)
@@ -1501,8 +1504,6 @@ def load_rows(path, config, split):
     if os.path.isfile(path):
         return read_file(path)
     folder = os.path.join(path, config or "")
-    if os.path.exists(os.path.join(folder, "state.json")):  # by Dataset.save_to_disk
-        return datasets.load_from_disk(folder).to_list()
     names = glob.glob("**/*.jsonl", root_dir=folder, recursive=True)
     names = sorted(names + glob.glob("**/*.parquet", root_dir=folder, recursive=True))
     if any("train" in name or "test" in name for name in names):
@@ -1532,8 +1533,7 @@ def naming_row(path, index):
     try:
         yield
     except Exception as error:
-        kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
-        raise ValueError(f"{path}, row {index}: {kind}{error}") from error
+        raise ValueError(f"{path}, row {index}: {type(error).__name__}: {error}") from error
 
 
 def uses_reward_model(args):
@@ -1878,19 +1878,20 @@ class VLLM:
         For placement see place_engine. max_length is the length of the longest prompt with its
         response.
         """
-        self.index, self.count, self.gpus = placement
+        self.engine_index, self.num_engines, self.gpus = placement
         self.args = args
         self.policy_version = None  # of the weights that were synced last
         self.nccl = None  # the communicator of this rank and vLLM's workers
         self.folder = tempfile.mkdtemp(prefix="tandem_")
         folders.append(self.folder)
-        self.way = way_of_weights(self.gpus, args)
+        self.transfer = transfer_method(self.gpus, args)
         environment, options = vllm_settings(self.gpus, self.folder, max_length, args)
         if self.gpus:
             # vLLM's plan leaves out the memory of its sampler, which grows with this number. The
             # number is therefore at most vLLM's default, and at most what this engine needs
             most = 1024 if torch.cuda.get_device_properties().total_memory > 70e9 else 256
-            options["max_num_seqs"] = min(most, max(128, args.episodes_per_step // self.count))
+            needed = args.episodes_per_step // self.num_engines
+            options["max_num_seqs"] = min(most, max(128, needed))
         self.executor = ProcessPoolExecutor(
             1, mp.get_context("spawn"), initializer=die_with_script, initargs=(self.folder,)
         )
@@ -1913,14 +1914,15 @@ class VLLM:
 
     def sample(self, prompts, seeds, temperature):
         """Generate the Responses to this engine's part of some Prompts."""
-        first, end = (i * len(prompts) // self.count for i in (self.index, self.index + 1))
+        first = len(prompts) * self.engine_index // self.num_engines
+        end = len(prompts) * (self.engine_index + 1) // self.num_engines
         return self.submit(
             sample_responses, prompts[first:end], seeds[first:end], temperature, self.args
         ).result()
 
     def sync_weights(self, weights, version):
         """Give vLLM the weights of a version, as gather_weights yields them. vLLM must be idle."""
-        if self.way == "pipe":
+        if self.transfer == "pipe":
             for named_weight in weights:
                 # Pickle here, because the executor's own pickler would move the learner's parameter
                 # to shared memory. Send one weight at a time, because each queued one is a copy
@@ -1943,11 +1945,11 @@ class VLLM:
                 "dtype_names": [self.args.dtype] * len(names),
                 "shapes": [list(tensor.shape) for tensor in tensors],
             }
-            if self.way == "ipc":
+            if self.transfer == "ipc":
                 uuid = str(torch.cuda.get_device_properties().uuid)
                 info["ipc_handles"] = [{uuid: reduce_tensor(tensor)[1]} for tensor in tensors]
             update = self.submit(call_llm, "update_weights", {"update_info": info})
-            if self.way == "nccl":
+            if self.transfer == "nccl":
                 for tensor in tensors:
                     self.nccl.broadcast(tensor, src=0, stream=torch.cuda.current_stream())
             update.result(WEIGHT_SYNC_TIMEOUT)
@@ -1957,7 +1959,7 @@ class VLLM:
 
     def connect(self):
         """Prepare vLLM's workers for "ipc" or "nccl", before the first weight sync."""
-        if self.way == "ipc":
+        if self.transfer == "ipc":
             self.call("init_weight_transfer_engine", {"init_info": {}})
             return
         from vllm.distributed.weight_transfer.nccl_common import stateless_init_process_group
@@ -1977,7 +1979,7 @@ class VLLM:
         joined.result(WEIGHT_SYNC_TIMEOUT)
 
 
-def way_of_weights(gpus, args):
+def transfer_method(gpus, args):
     """Return the name of the method by which weights are transferred to an engine.
 
     pipe sends copies through the pipe to vLLM's process, if there is no GPU. ipc sends handles of
@@ -2027,7 +2029,7 @@ def sync_weights(engine, language_model, version, args):
     engine.sync_weights(gather_weights(language_model, args), version)
 
 
-def gather_rollout(share, cpu_group):
+def gather_rollout(part, cpu_group):
     """Join the parts of all ranks, each a Rollout, into one Rollout.
 
     cpu_group is the ranks' gloo group, or None with one rank. The parts, in the order of the ranks,
@@ -2036,10 +2038,10 @@ def gather_rollout(share, cpu_group):
     Every rank must call this, in the same order.
     """
     if not cpu_group:
-        return share
-    shares = [None] * cpu_group.size()
-    torch.distributed.all_gather_object(shares, share, group=cpu_group)
-    rollout, *others = shares  # rank 0 has an engine, so its times are reported
+        return part
+    parts = [None] * cpu_group.size()
+    torch.distributed.all_gather_object(parts, part, group=cpu_group)
+    rollout, *others = parts  # rank 0 has an engine, so its times are reported
     for other in others:
         rollout.responses += other.responses
         rollout.eval_responses += other.eval_responses
@@ -2114,7 +2116,7 @@ def vllm_settings(gpus, folder, max_length, args):
         # As the learner's: in bfloat16 logits of 16 to 32 are 0.125 apart. On a CPU vLLM would cast
         # the head for each token
         options["hf_overrides"] = {"head_dtype": "float32"}
-        options["weight_transfer_config"] = {"backend": way_of_weights(gpus, args)}
+        options["weight_transfer_config"] = {"backend": transfer_method(gpus, args)}
     else:
         environment.setdefault("TORCH_COMPILE_DISABLE", "1")  # saves 6 to 20 s
         # Learner and engine share the cores
@@ -2171,7 +2173,7 @@ def place_engine(rank, num_gpus, args):
 class NoEngine:
     """What a rank without an engine has instead of a VLLM. No prompt is in its part."""
 
-    count, policy_version = 0, None
+    num_engines, policy_version = 0, None
 
     def sample(self, prompts, seeds, temperature):
         return []
@@ -2190,11 +2192,12 @@ def limit_memory(device, args):
     if device.type != "cuda":
         return
     gib = 2**30 / torch.cuda.get_device_properties().total_memory
-    share = 0 if args.vllm_gpus else args.vllm_gpu_memory_utilization  # vLLM's of this GPU
+    # vLLM's fraction of this GPU
+    of_vllm = 0 if args.vllm_gpus else args.vllm_gpu_memory_utilization
     # 1 GiB is for the CUDA context of each process on this GPU. 1 GiB is for NCCL, which connects
     # ranks with each other, and a rank with an engine on other GPUs
     room = 2 if args.vllm_gpus or args.world_size == 1 else 3
-    torch.cuda.set_per_process_memory_fraction(1 - share - room * gib)
+    torch.cuda.set_per_process_memory_fraction(1 - of_vllm - room * gib)
 
 
 # --------------------------------------------------------------------- what runs in vLLM's process
@@ -2405,22 +2408,18 @@ def start_reward_worker(args):
     """Start a process for --reward_fn. Return its executor, and the id of its process group."""
     context = mp.get_context("forkserver")
     executor = ProcessPoolExecutor(1, context, initializer=die_with_script)
-    process_group = executor.submit(os.getpid).result(START_TIMEOUT)  # it leads its group
+    source = read_reward_file(args.reward_fn)
+    start = executor.submit(start_reward_process, args.reward_fn, source)
+    process_group = start.result(START_TIMEOUT)
     process_groups.append(process_group)
-    try:
-        file = read_reward_file(args.reward_fn)
-        executor.submit(start_reward_process, args.reward_fn, file).result(START_TIMEOUT)
-    except BaseException:  # for example that of sys.exit() in the file
-        kill_group(process_group)
-        raise
     return executor, process_group
 
 
 @cache
 def read_reward_file(reward_fn):
-    """Return the content of the file in path/to/file.py:function.
+    """Return the source of the file in path/to/file.py:function.
 
-    It is cached, so that a later edit of the file can be noticed.
+    It is cached, so that all workers grade by the same source, even if the file is edited later.
     """
     path, _, _ = reward_fn.rpartition(":")
     return Path(path).read_bytes()
@@ -2435,11 +2434,9 @@ def call_worker(workers, response, args):
     """
     executor, process_group = workers.get()
     try:
-        if not psutil.pid_exists(process_group):  # it has died while it was idle
-            kill_group(process_group)
         if process_group not in process_groups:
             executor, process_group = start_reward_worker(args)
-        return executor.submit(call_reward_fn, args.reward_fn, response).result(args.reward_timeout)
+        return executor.submit(call_reward_fn, response).result(args.reward_timeout)
     except BaseException as error:  # sys.exit() in the file raises no Exception
         kill_group(process_group)
         is_late = isinstance(error, TimeoutError)
@@ -2452,46 +2449,43 @@ def call_worker(workers, response, args):
 # ---------------------------------------------------------- what runs in a reward worker's process
 
 
-def start_reward_process(reward_fn, file):
-    """Prepare a worker's process.
+reward_function = None  # that of --reward_fn
 
-    file: the content of the reward's file at the start of the run. Raise RuntimeError if it has
-    changed, because old and new workers would grade differently.
+
+def start_reward_process(reward_fn, source):
+    """Load the reward function. Return the id of this process, which is also that of its group."""
+    global reward_function
+    reward_function = load_function(reward_fn, source)
+    return os.getpid()
+
+
+def load_function(path_and_name, source):
+    """Load the function of path/to/file.py:function, which can import its neighbours.
+
+    source: the content of the file.
     """
-    if read_reward_file(reward_fn) != file:
-        raise RuntimeError(
-            f"the file of {reward_fn} has changed since the run began, and the other workers have "
-            f"the old one; restore it, or stop and resume the run to use the new one"
-        )
-    load_reward_fn(reward_fn)
-
-
-@cache
-def load_reward_fn(reward_fn):
-    """Load the function of path/to/file.py:function, which can import its neighbours."""
-    path, _, name = reward_fn.rpartition(":")
+    path, _, name = path_and_name.rpartition(":")
     sys.path.insert(0, str(Path(path).resolve().parent))
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
     module = importlib.util.module_from_spec(spec)
     sys.modules.setdefault(spec.name, module)  # unless Python has another one of this name
-    spec.loader.exec_module(module)
+    exec(compile(source, path, "exec"), vars(module))
     return getattr(module, name)
 
 
-def call_reward_fn(reward_fn, response):
+def call_reward_fn(response):
     """Return a copy of a response with its verifiable reward, or with the error as its failure."""
     pid, prompt = os.getpid(), response.prompt
     about = {"num_tokens": len(response.token_ids), "stopped": response.stopped}
     try:
-        function = load_reward_fn(reward_fn)
         arguments = reward_arguments(
-            function,
+            reward_function,
             prompt.data_source,
             response.text,
             prompt.ground_truth,
             about | (prompt.extra_info or {}),
         )
-        score, metrics = read_score(function(**arguments))
+        score, metrics = read_score(reward_function(**arguments))
         if not math.isfinite(score):
             raise ValueError(f"the reward is {score}")
         response = replace(response, verifiable=score, reward_metrics=metrics)
@@ -2577,7 +2571,7 @@ def batch_metrics(batch, args):
         "mismatch/logprob_diff_max": mismatch.abs().max(),
         # KL of the sampler to the learner
         "mismatch/kl": masked_mean(kl_penalty(sampler_logprobs, logprobs, "kl3"), mask),
-        # Effective sample size, as a share of the tokens
+        # Effective sample size, as a fraction of the tokens
         "mismatch/ess": ratios.sum() ** 2 / (ratios**2).sum() / len(ratios),
         "mismatch/tis_clipfrac": (ratios > (args.tis_cap or math.inf)).float().mean(),
     }

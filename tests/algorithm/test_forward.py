@@ -222,7 +222,7 @@ def test_micro_batches_are_of_like_length_and_as_large_as_they_may_be(world_size
     rows = draw.sample(range(64), 48)
     args = tiny_args(micro_batch_tokens=tokens, per_device_train_batch_size=limit)
     ranks = [one_of_ranks(number, world_size) for number in range(world_size)]
-    shares = [script.cut_micro_batches(rank, batch, rows, args) for rank in ranks]
+    shares = [script.split_into_micro_batches(rank, batch, rows, args) for rank in ranks]
 
     def fits(count, longest):
         return count == 1 or (count * longest <= tokens and count <= (limit or 48))

@@ -111,7 +111,7 @@ def test_each_rank_has_as_many_rows_however_many_are_left_out():
         rows = grpo.rows_with_gradient(batch, mini_batch, len(ranks), args)
         assert {*needed} <= {*rows} <= {*mini_batch}
         assert len(rows) == len({*rows}) == 3 * max(1, math.ceil(count / 3))
-        cuts = [grpo.cut_micro_batches(rank, batch, rows, args) for rank in ranks]
+        cuts = [grpo.split_into_micro_batches(rank, batch, rows, args) for rank in ranks]
         assert len({str([len(own) for own, _ in cut]) for cut in cuts}) == 1
 
 

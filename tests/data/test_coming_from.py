@@ -1,7 +1,9 @@
 """What takes over a dataset and rewards of TRL: trl.py of data_preprocess, trl_rewards.py."""
 
+import functools
 import runpy
 import sys
+from pathlib import Path
 
 import pytest
 from helpers import REPO, modules
@@ -74,7 +76,7 @@ def my_rewards(tmp_path, monkeypatch):
     """The run starts where TRL's rewards lie."""
     monkeypatch.chdir(tmp_path)
     write_text(tmp_path / "my_rewards.py", REWARDS)
-    script.load_reward_fn.cache_clear()
+    load.cache_clear()
     with modules.put_back(["my_rewards", "trl_rewards"]):
         yield
 
@@ -100,7 +102,14 @@ def convert(assets, monkeypatch, tmp_path):
 def grade(row, names):
     prompt = Prompt("row 0", "12=", [5], "trl", row["answer"], row)
     response = Response(prompt, [9] * 4, [-1.0] * 4, stopped=True, text="It is 21")
-    return script.call_reward_fn(f"{REWARD_FN}:{names}", response)
+    script.reward_function = load(names)
+    return script.call_reward_fn(response)
+
+
+@functools.cache
+def load(names):
+    """A worker loads its functions once, for all of its calls."""
+    return script.load_function(f"{REWARD_FN}:{names}", Path(REWARD_FN).read_bytes())
 
 
 def test_functions_of_trl_work_as_they_are_or_it_is_said_why_not():

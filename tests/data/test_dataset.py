@@ -212,14 +212,6 @@ def test_rows_of_a_folder_are_those_of_its_files_by_the_split_in_their_names(tmp
         assert script.load_rows(str(folder), config, split) == expected, files
 
 
-def test_folder_that_datasets_saved_is_read(tmp_path):
-    import datasets
-
-    rows = [{"prompt": "1="}, {"prompt": "2="}]
-    datasets.Dataset.from_list(rows).save_to_disk(tmp_path)
-    assert script.load_rows(str(tmp_path), None, "train") == rows
-
-
 def test_run_trains_on_one_configuration_and_is_evaluated_on_another(run_main, tmp_path):
     rows = {"main": [{"prompt": "1="} | RULE] * 4, "socratic": [{"prompt": "12="} | RULE] * 4}
     folder = write_configurations(tmp_path, rows)

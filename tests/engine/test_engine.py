@@ -305,7 +305,7 @@ def test_response_is_a_function_of_its_prompt_and_its_seed(system):
     mixed = []
     for index in range(3):
         engine = copy.copy(system.vllm)
-        engine.index, engine.count = index, 3
+        engine.engine_index, engine.num_engines = index, 3
         mixed += sample(engine, [prompts[i] for i in order], order, temperature=2.0)
     for one, i in zip(mixed, order, strict=True):  # batches of other sizes may move the last bits
         assert one.token_ids.tolist() == first[i].token_ids.tolist()

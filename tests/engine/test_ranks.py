@@ -26,7 +26,7 @@ class Engine(script.VLLM):
     """Says the first token of a prompt, and its seed; the version is 4."""
 
     def __init__(self, index, count):
-        self.index, self.count, self.policy_version = index, count, 4
+        self.engine_index, self.num_engines, self.policy_version = index, count, 4
         self.args = Args(stop_token_ids=(2,))
 
     def submit(self, function, prompts, seeds, temperature, args):

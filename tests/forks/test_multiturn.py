@@ -118,7 +118,7 @@ def test_what_cannot_have_turns_is_refused(fork):
 class ScriptedVLLM:
     """In place of VLLM: says what it is told to. It keeps what it was asked."""
 
-    index, count, stop = 0, 1, STOP
+    engine_index, num_engines, stop = 0, 1, STOP
 
     def __init__(self, tokenizer, turns):
         self.tokenizer, self.turns, self.asked = tokenizer, turns, []
@@ -142,10 +142,10 @@ def converse(fork, tokenizer, monkeypatch):
     """converse({prompt: turns}, step, max_turns=2): the responses, and the engine."""
 
     def call(workers, response, args, call):
-        return call(args, response)
+        return call(response)
 
     def run(turns, step=None, **options):
-        monkeypatch.setattr(fork, "load_reward_fn", lambda name: step)
+        monkeypatch.setattr(fork, "env_function", step)
         monkeypatch.setattr(fork, "call_worker", call)
         defaults = {"env_fn": "here", "max_turns": 3, "response_length": 40, "reward_workers": 2}
         args = fork.Args(**defaults | {"stop_token_ids": (STOP,)} | options)
@@ -231,8 +231,8 @@ def test_markers_of_turns_need_not_be_special_to_be_refused(fork):
 
 
 def test_share_of_an_engine_is_its_own(converse, monkeypatch):
-    monkeypatch.setattr(ScriptedVLLM, "index", 1)
-    monkeypatch.setattr(ScriptedVLLM, "count", 2)
+    monkeypatch.setattr(ScriptedVLLM, "engine_index", 1)
+    monkeypatch.setattr(ScriptedVLLM, "num_engines", 2)
     responses, vllm = converse({i: ["5<|end|>"] for i in "0123"}, max_turns=1)
     assert [response.prompt.ground_truth for response in responses] == ["2", "3"]
     assert [seed for _, seed in vllm.asked[0]] == [102, 103]
@@ -272,8 +272,8 @@ def test_grader_sees_the_last_turn_and_all_if_it_asks(fork, converse, monkeypatc
         assert extra_info == {"num_tokens": 5, "stopped": True, "turns": ["52", "77", "3"]}
         return 1.0
 
-    monkeypatch.setattr(fork, "load_reward_fn", lambda name: score)
-    assert fork.call_reward_fn(fork.Args(reward_fn="here"), response).verifiable == 1
+    monkeypatch.setattr(fork, "reward_function", score)
+    assert fork.call_reward_fn(response).verifiable == 1
 
 
 # ------------------------------------------------------------------------------------------ masks

@@ -180,7 +180,7 @@ class StubVLLM:
     made = []  # noqa: RUF012
 
     def __init__(self, placement, config, max_length, args):
-        self.index, self.count, _ = placement
+        self.engine_index, self.num_engines, _ = placement
         self.args, self.policy_version = args, None
         self.made.append(self)
 
@@ -188,11 +188,14 @@ class StubVLLM:
         self.weights, self.policy_version = dict(weights), version
 
     def submit(self, function, prompts, seeds, temperature, version, args):
-        responses = self.sample(prompts * self.count, [*seeds] * self.count, temperature)
+        responses = self.sample(
+            prompts * self.num_engines, [*seeds] * self.num_engines, temperature
+        )
         return SimpleNamespace(result=lambda: responses)
 
     def sample(self, prompts, seeds, temperature):
-        first, end = (i * len(prompts) // self.count for i in (self.index, self.index + 1))
+        bounds = (self.engine_index, self.engine_index + 1)
+        first, end = (i * len(prompts) // self.num_engines for i in bounds)
         responses = []
         for prompt, seed in zip(prompts[first:end], seeds[first:end], strict=True):
             ids = sample_digits(seed, self.args)

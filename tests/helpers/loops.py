@@ -61,7 +61,7 @@ def make_stub(script):
 
         def __init__(self, placement, config, max_length, args):
             assert placement == (0, 1, ())
-            self.index, self.count = 0, 1
+            self.engine_index, self.num_engines = 0, 1
             self.args, self.max_length, self.policy_version = args, max_length, None
             model = AutoModelForCausalLM.from_config(config).eval()
             self.is_lora = bool(getattr(args, "lora_rank", 0))  # the preflight sets it to 0
@@ -123,8 +123,8 @@ def catch_thread(script, put):
             of_thread.response_Q.put_nowait(error)
 
     def gather(call, given):
-        if isinstance(given["share"], BaseException):
-            raise given["share"]
+        if isinstance(given["part"], BaseException):
+            raise given["part"]
         return call()
 
     def end():
@@ -145,9 +145,9 @@ def reward_in_this_process(script, score, put):
         return score(data_source, response, ground_truth)
 
     def call_worker(workers, response, args):
-        return script.call_reward_fn(args.reward_fn, response)
+        return script.call_reward_fn(response)
 
-    put(script, "load_reward_fn", lambda name: reward_fn)
+    put(script, "reward_function", reward_fn)
     put(script, "start_reward_workers", lambda args: None)
     put(script, "call_worker", call_worker)
 
@@ -217,7 +217,7 @@ def run_loop(name, files, folder, score=None, fails_at=None, **changes):
             reward_in_this_process(script, score, put)
         hooks.before(script, "batch_metrics", note_batch, put)
         hooks.before(script, "make_request", note_request, put)
-        hooks.around(script, "deal_rows", note_mini_batches, put)
+        hooks.around(script, "shuffle_into_mini_batches", note_mini_batches, put)
         hooks.before(script, "accumulate_gradients", note_update, put)
         hooks.around(script, "apply_gradients", note_step, put)
         seen.stdout = stack.enter_context(contextlib.redirect_stdout(io.StringIO()))

@@ -71,17 +71,16 @@ def call_rewards_here(monkeypatch):
         script = load(path)
 
         def start_reward_workers(args):
-            for name in filter(None, (args.reward_fn, getattr(args, "env_fn", None))):
-                script.load_reward_fn(name)
+            for flag, function in (("reward_fn", "reward_function"), ("env_fn", "env_function")):
+                if name := getattr(args, flag, None):
+                    loaded = script.load_function(name, script.read_reward_file(name))
+                    setattr(script, function, loaded)
             workers = queue.Queue()
             workers.put((SimpleNamespace(shutdown=lambda: None), 0))
             return workers
 
         script.start_reward_workers = start_reward_workers
-        # The fork multiturn has other parameters
-        script.call_worker = lambda workers, response, args: script.call_reward_fn(
-            args if hasattr(args, "env_fn") else args.reward_fn, response
-        )
+        script.call_worker = lambda workers, response, args: script.call_reward_fn(response)
         return script
 
     monkeypatch.setattr(preflight, "load_script", load_script)

@@ -156,10 +156,3 @@ def test_layer_that_cannot_be_one_graph_is_an_error(compiler, monkeypatch):
     monkeypatch.setattr(layer, "forward", printing)
     with pytest.raises(torch._dynamo.exc.Unsupported):
         read(tiny_policy(dtype="float32", compile_layers=True), 2, 20)
-
-
-def test_compiled_layers_are_refused_on_a_cpu(monkeypatch):
-    for name in ("signal.signal", "ppo_vllm_async.die_with_launcher"):
-        monkeypatch.setattr(name, lambda *_: None)
-    with pytest.raises(ValueError, match="--compile_layers is for GPUs"):
-        script.start_ranks(script.Args(compile_layers=True))
