@@ -336,10 +336,8 @@ def test_worker_that_is_replaced_does_not_grade_by_an_edited_file(tmp_path):
     text = "import time\ndef score(response):\n    time.sleep(99 * (response == 'hang'))\n"
     path = write_text(tmp_path / "edited_reward.py", text + "    return 1.0\n")
     args = Args(reward_fn=f"{path}:score", reward_workers=1, reward_timeout=5.0)
-    mark = new_mark()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(script, "process_groups", [])
-        patch.setenv("TANDEM_TEST", mark["TANDEM_TEST"])  # of the processes that are not forked
         workers = script.start_reward_workers(args)
 
         def grade(text):
