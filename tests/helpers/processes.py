@@ -1,4 +1,4 @@
-"""The processes that tests start: how they begin, what they leave behind, how they end."""
+"""The processes that tests start: how they begin, how they end, and what is left of them."""
 
 import contextlib
 import os
@@ -53,9 +53,10 @@ def flags_of(options):
 
 
 def environment(extra=None):
-    """A user's, without launcher or login of the one who tests; but with one thread a process.
+    """Return a user's environment, without the launcher and the login of whoever runs the tests.
 
-    More would wait for each other, where two files are tested at a time.
+    A process gets one thread, because more would wait for each other when two files are tested at
+    the same time.
     """
     hidden = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "WANDB_MODE", "WANDB_API_KEY")
     return (
@@ -66,7 +67,7 @@ def environment(extra=None):
 
 
 def wait_until(condition, what, seconds=120):
-    """So long that a slow machine is no reason to fail; what passes does not wait for it."""
+    """Wait for a condition. The limit is long, because a slow machine is not a failure."""
     deadline = time.monotonic() + seconds
     while not (result := condition()):
         assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
@@ -106,7 +107,7 @@ def folders_of_vllm(stdout):
 
 
 def end(process):
-    """Ends a process that a test started, and all that it started."""
+    """End a process that a test started, and everything that it started."""
     children = []
     with contextlib.suppress(psutil.Error):
         children = psutil.Process(process.pid).children(recursive=True)

@@ -71,7 +71,7 @@ def save_batches(script):
 
 
 def run_as_main(script):
-    """Does what `python SCRIPT` does."""
+    """Do what `python SCRIPT` does."""
     args = script.tyro.cli(script.Args)
     try:
         script.main(args)
