@@ -26,10 +26,10 @@ The learner waits while vLLM generates, and vLLM waits while the learner trains.
 ppo_vllm_async.py they work at the same time.
 
 A prompt and its response form a row, which is padded on the right. Tensors over tokens have the
-shape (rows, length). In a Batch, all of these except input_ids are 0 outside the response. There is
-no attention mask, so models must be causal, which keeps every token from seeing the padding after
-it. Models run without dropout. Every rank holds the whole batch, and computes its own part of the
-forward and backward passes.
+shape (rows, length). In a step's Batch (see below), all of these except input_ids are 0 outside the
+response. There is no attention mask, so models must be causal, which keeps every token from seeing
+the padding after it. Models run without dropout. Every rank holds the whole batch, and computes its
+own part of the forward and backward passes.
 
 Each token has three log-probabilities, all at the sampling temperature. vLLM returns the sampler's.
 The learner computes the old one before this step's updates, and the new one during an update. If
@@ -50,8 +50,9 @@ Deliberate simplifications:
 
 Unlike in CleanRL's PPO, an episode is one response with one score. The value model shares no
 weights with the policy. Advantages are whitened over all rows of the step that have a score. By
-default lambdas are 1 and values are not clipped. There is no entropy bonus. vLLM's probabilities
-differ a little from the learner's, so the policy's loss has an importance weight.
+default both lambdas of GAE (lam, value_lam) are 1, and values are not clipped. There is no entropy
+bonus. The policy's loss has an importance weight, because vLLM's probabilities are not exactly the
+learner's.
 
 Where to make a change (docs/changing_a_script.md has worked examples):
     a part of the score            score_responses
@@ -61,8 +62,8 @@ Where to make a change (docs/changing_a_script.md has worked examples):
     a metric                       the losses (for each token), or batch_metrics
     what a resume must find again  `state`, or `trained_models` if it is a model
 
-Reading on to the banner ("The algorithm ends here") takes an hour or a little more. Look up the
-rest when you need it. If this script differs from another, tests/promise/test_scripts_agree.py
+Reading on to the banner ("The algorithm ends here") takes 60 to 80 minutes. Look up the rest when
+you need it. If this script differs from another, tests/promise/test_scripts_agree.py
 gives the reason. Ranks that exchange data wait for each other, so the docstring of a function in
 which they do ends with "Every rank must call this, in the same order."
 
@@ -138,6 +139,8 @@ class Algorithm:
                               rollout_batch_size * number_samples_per_prompt
         mini_batch_size       rows of one update, local_mini_batch_size times the ranks
         updates_per_step      num_epochs * episodes_per_step / mini_batch_size
+        num_updates           updates of the run, of which num_policy_updates come after the first
+                              value_warmup_steps steps
     A micro-batch is the rows that a rank runs at once, in each pass of each model. It has as many
     rows as fit into micro_batch_tokens, but at least one. If per_device_train_batch_size is above
     0, it has at most that many.
@@ -174,9 +177,9 @@ class Algorithm:
     temperature: float = 1.0
     """Temperature of sampling. All log-probabilities are computed at the same temperature."""
     non_stop_penalty: bool = False
-    """Score a response that did not stop, or is too short, with penalty_reward_value instead."""
+    """Score responses that are truncated, or too short, with penalty_reward_value instead."""
     penalty_reward_value: float = -10.0
-    """Score of a response without a stop token, if non_stop_penalty is set."""
+    """Score that non_stop_penalty gives. min_response_length says what is too short."""
     value_warmup_steps: int = 0
     """Number of first steps in which only the value model is trained."""
 
@@ -201,9 +204,9 @@ class Response:
     stopped: bool  # by a stop token. Otherwise the response is truncated
     # Filled in by generate_rollout
     text: str = ""
-    verifiable: float | None = None  # None without a ground truth, or if the call failed
+    verifiable: float | None = None  # None without a ground truth, or if the reward failed
     reward_metrics: dict[str, float] = field(default_factory=dict)  # other results of --reward_fn
-    failure: str | None = None  # why the call failed
+    failure: str | None = None  # why the reward failed
     # Filled in by the learner
     model_score: float | None = None  # from the reward model
     score: float | None = None  # sum of the rewards, or the non-stop penalty. None if unknown
@@ -216,7 +219,7 @@ class Response:
 
 @dataclass
 class Request:
-    """What the learner requests from generation."""
+    """What the learner requests from generation, for all ranks."""
 
     prompts: list[Prompt]  # (rows,), number_samples_per_prompt copies of each, side by side
     seeds: list[int]  # (rows,)
@@ -225,7 +228,7 @@ class Request:
 
 @dataclass
 class Rollout:
-    """The responses to a Request, either one engine's part or all of them after gather_rollout."""
+    """The responses to a Request, of one engine or, after gather_rollout, of all engines."""
 
     policy_version: int  # of the policy that generated
     responses: list[Response]
@@ -245,7 +248,7 @@ class Batch:
     input_ids: Tensor  # (rows, length)
     lengths: Tensor  # (rows,), int64, number of tokens in a row
     mask: Tensor  # (rows, length), 1.0 at response tokens
-    loss_mask: Tensor  # (rows, length), the mask, but 0.0 in rows outside the loss
+    loss_mask: Tensor  # (rows, length), the mask, but 0.0 in rows that the loss leaves out
     scores: Tensor  # (rows,), 0.0 if there is none
     has_score: Tensor  # (rows,), 1.0 or 0.0
     sampler_logprobs: Tensor  # (rows, length), from vLLM
@@ -282,7 +285,7 @@ def main(args):
     tokenizer = load_tokenizer(args)
     train_prompts, eval_prompts = load_datasets(tokenizer, args)
     prompts = train_prompts + eval_prompts
-    # `state` holds what a resume needs in addition to the models. A fork can add to it
+    # `state` holds what a resume needs in addition to the models. Your copy can add to it
     first_step, state = read_state(run_dir, checkpoint_dir, prompts, args)
     start_time -= state["seconds"]  # count the seconds before a resume, too
 
@@ -344,9 +347,10 @@ def main(args):
         check_rewards(responses)  # ends the run if the reward failed on all of them
         epochs = shuffle_into_mini_batches(training_step, args)  # [epoch][mini_batch] -> rows
 
-        # 5. Forward passes before any update. Trained models use the micro-batches of the first
-        # epoch, because other padding would change the last bits. On a CPU all ratios of the first
-        # update are therefore exactly 1
+        # 5. Forward passes before any update. Trained models run in the micro-batches of the first
+        # epoch of updates, because with other padding the old log-probabilities would differ from
+        # the new ones in their last bits. On a CPU all ratios of the first update are therefore
+        # exactly 1
         with timed(metrics, "forward"):
             batch.logprobs, batch.entropies = forward_all(
                 accelerator, policy, batch, epochs[0], args
@@ -371,7 +375,7 @@ def main(args):
         trains_policy = training_step > args.value_warmup_steps
         if trains_policy:
             models.append((policy, token_losses))
-        updates_before_policy = args.num_updates - args.num_policy_updates  # of the value model
+        updates_before_policy = args.num_updates - args.num_policy_updates  # in the warm-up
         sums, grad_norms = defaultdict(int), defaultdict(int)
         lr = 0.0  # the policy's, in a step that does not update it
         with timed(metrics, "update"):
@@ -381,7 +385,7 @@ def main(args):
                 accumulate_gradients(accelerator, models, batch, mini_batch, divisor, sums, args)
                 if not batch.loss_mask[mini_batch].any():
                     warn_once("updates are skipped if no row of their mini-batch is in the loss")
-                    continue  # with a zero gradient, AdamW's momentum would still move the weights
+                    continue
                 # apply_gradients sums gradients over ranks, clips them, and steps the optimizer
                 value_lr = args.value_learning_rate * lr_multiplier(update, args.num_updates, args)
                 norm = apply_gradients(
@@ -422,11 +426,11 @@ def main(args):
 def evaluation_is_due(steps, args):
     """Return whether an evaluation is due after this number of steps.
 
-    ppo_sync.py then evaluates the policy after these steps. In the asynchronous scripts, the
-    evaluation's prompts are sent together with those of the next batch, and the weights that vLLM
-    has by then are one version older. Evaluations after 0 steps and after 1 step would therefore
-    both be of version 0, so evaluations are at least two steps apart. The last one, after all
-    steps, is of the last version in every script.
+    The num_evals evaluations are spread evenly over the run, the first before any update. One more
+    follows after the last step, also if num_evals is 0. In async mode, which ppo_sync.py does not
+    have, vLLM gets a version one step late. The evaluation after s steps is therefore of version
+    s - 1, except for the first (version 0) and the last (the last version). Evaluations after 0
+    steps and after 1 step would both be of version 0, so at most every second step has one.
     """
     num_steps = args.num_training_steps
     num_evals = min(args.num_evals, num_steps // 2)
@@ -440,9 +444,8 @@ def kl_penalty(logprobs, ref_logprobs, estimator):
     """Estimate KL(policy || reference) at each sampled token, in the shape of logprobs.
 
     With d = logprobs - ref_logprobs, kl1 is d and kl3 is exp(-d) - 1 + d
-    (http://joschu.net/blog/kl-approx.html). PPO's reward uses kl1. With kl3 in the reward, the
-    policy would hardly be pulled back as long as it is close to the reference, because kl3 is only
-    about d^2 / 2 there (2510.01555).
+    (http://joschu.net/blog/kl-approx.html). PPO's reward uses kl1. In a reward, kl3 would hardly
+    pull the policy back near the reference, where it is only about d^2 / 2 (2510.01555).
 
     >>> kl_penalty(torch.tensor([0.0]), torch.tensor([-1.0]), "kl1").item()
     1.0
@@ -527,7 +530,7 @@ def masked_mean(values, mask):
 
 
 def accumulate_gradients(accelerator, models, batch, rows, divisor, sums, args):
-    """Run this rank's part of some rows of the batch forward and backward.
+    """Run this rank's part of a mini-batch's rows forward and backward.
 
     Args:
         models: pairs of a model and the function that computes its losses.
@@ -535,24 +538,25 @@ def accumulate_gradients(accelerator, models, batch, rows, divisor, sums, args):
             apply_gradients sums over the ranks, so the gradient does not depend on how the rows are
             split up.
         sums: {metric: sum}. This rank adds the sum of each metric over its loss tokens, the number
-            of tokens of its rows (val/update_tokens), and its part of the loss (objective/loss).
+            of these (tokens) and of all tokens of its rows (val/update_tokens), and its part of the
+            losses of all models (objective/loss).
 
     Every rank must call this, in the same order.
     """
-    for _, part in split_into_micro_batches(accelerator, batch, rows, args):
-        mask = part.loss_mask
+    for _, micro_batch in split_into_micro_batches(accelerator, batch, rows, args):
+        mask = micro_batch.loss_mask  # micro_batch.mask only says which tokens a model reads
         sums["tokens"] += mask.sum(dtype=torch.float64)
-        sums["val/update_tokens"] += part.lengths.sum()
+        sums["val/update_tokens"] += micro_batch.lengths.sum()
         for model, losses_of in models:
-            outputs = model(part.input_ids, part.mask)
-            losses, per_token = losses_of(outputs, part, args)
+            outputs = model(micro_batch.input_ids, micro_batch.mask)
+            losses, per_token = losses_of(outputs, micro_batch, args)
             loss = (losses * mask).sum() / divisor
             loss.backward()
             sums["objective/loss"] += loss.detach()
             add_sums(sums, per_token, mask)
 
 
-def token_losses(outputs, part, args):
+def token_losses(outputs, micro_batch, args):
     """Return the policy's loss for each token, and {metric: tensor} to log.
 
         ratio  = new / old                      of the token's probabilities
@@ -561,18 +565,18 @@ def token_losses(outputs, part, args):
 
     A is the token's advantage.
 
-    outputs holds the policy's new log-probabilities and entropies. part is a micro-batch (a Batch),
-    which holds the old ones. All tensors have the shape (rows, length).
+    outputs holds the policy's new log-probabilities and entropies. micro_batch is a Batch, which
+    holds the old log-probabilities. All tensors have the shape (rows, length).
     """
     new_logprobs, entropies = outputs
-    mask = part.loss_mask
-    tis_weights = importance_weights(part.logprobs, part.sampler_logprobs, mask, args)
+    mask = micro_batch.loss_mask
+    tis_weights = importance_weights(micro_batch.logprobs, micro_batch.sampler_logprobs, mask, args)
     # Outside the mask log_ratio must be 0 before exp. Otherwise exp could be inf there, and the
     # later product of inf with the mask's 0 would be NaN
-    log_ratio = (new_logprobs - part.logprobs) * mask
+    log_ratio = (new_logprobs - micro_batch.logprobs) * mask
     losses, clipped = policy_loss(
         log_ratio,
-        part.advantages,
+        micro_batch.advantages,
         tis_weights,
         cliprange=args.cliprange,
         cliprange_higher=args.cliprange,  # DAPO's is higher
@@ -589,13 +593,15 @@ def token_losses(outputs, part, args):
     return losses, per_token
 
 
-def value_losses(values, part, args):
+def value_losses(values, micro_batch, args):
     """Return the value model's loss for each token, and {metric: tensor} to log.
 
-    values are the value model's new ones. part is a micro-batch (a Batch), which holds the old ones
-    and the returns.
+    values are the value model's new ones. micro_batch is a Batch, which holds the old values and
+    the returns.
     """
-    losses, clipped = value_loss(values, part.values, part.returns, args.cliprange_value)
+    losses, clipped = value_loss(
+        values, micro_batch.values, micro_batch.returns, args.cliprange_value
+    )
     return losses, {"loss/value_avg": losses, "val/clipfrac_avg": clipped}
 
 
@@ -618,7 +624,7 @@ def importance_weights(old_logprobs, sampler_logprobs, mask, args):
 
 
 def policy_loss(log_ratio, advantages, tis_weights, cliprange, cliprange_higher):
-    """Return PPO's clipped surrogate loss (1707.06347), and a boolean where clipping changed it.
+    """Return PPO's clipped surrogate loss (1707.06347), and True where clipping changed it.
 
     The loss is multiplied by tis_weights, the importance weights. log_ratio is new - old. The ratio
     is clipped to [1 - cliprange, 1 + cliprange_higher]. All tensors have the same shape, with one
@@ -640,7 +646,7 @@ def policy_loss(log_ratio, advantages, tis_weights, cliprange, cliprange_higher)
 
 
 def value_loss(values, old_values, returns, cliprange_value):
-    """Return half the squared error of each value, and where a clip binds.
+    """Return half the squared error of each value, and True where clipping changed it.
 
     Values are clipped to within cliprange_value of the old ones. If it is 0, they are not clipped.
     All tensors have the same shape, with one number per token.
@@ -686,7 +692,7 @@ def shuffle_into_mini_batches(training_step, args):
 
 
 def split_into_micro_batches(accelerator, batch, mini_batch, args):
-    """Split this rank's part of a mini-batch into micro-batches, each (rows, a Batch of them).
+    """Split this rank's part of a mini-batch into micro-batches. Yield (rows, their Batch) of each.
 
     Rows are sorted by length, so that micro-batches have little padding, and each rank takes every
     num_ranks-th row. All ranks split at the same places, because under FSDP2 they compute together.
@@ -702,8 +708,9 @@ def split_into_micro_batches(accelerator, batch, mini_batch, args):
     lengths = batch.lengths.tolist()
     by_length = sorted(mini_batch, key=lambda row: (lengths[row], row))
     own_rows = by_length[accelerator.process_index :: num_ranks]
-    # Rows are dealt to ranks in ascending order of length, so for every n the last rank's n-th row
-    # is the longest n-th row of all ranks. All ranks split and pad by the last rank's lengths
+    # Rows are dealt to the ranks in rounds, in ascending order of length. The last rank gets the
+    # longest row of each round, so all ranks split and pad by the last rank's lengths. There are as
+    # many rows in each round, because a mini-batch has a multiple of num_ranks rows
     longest = [lengths[row] for row in by_length[num_ranks - 1 :: num_ranks]]
     for start, end in itertools.pairwise(micro_batch_boundaries(longest, args)):
         rows = own_rows[start:end]
@@ -714,7 +721,7 @@ def micro_batch_boundaries(lengths, args):
     """Return the boundaries at which rows of these lengths are split into micro-batches.
 
     lengths are in ascending order. The tokens of a micro-batch include its padding. A row that is
-    longer than the limit is a micro-batch of its own.
+    longer than micro_batch_tokens is a micro-batch of its own.
 
     >>> micro_batch_boundaries([3, 4, 4, 10, 20], Args(micro_batch_tokens=15))
     [0, 3, 4, 5]
@@ -724,9 +731,9 @@ def micro_batch_boundaries(lengths, args):
     max_rows = args.per_device_train_batch_size or len(lengths)
     boundaries = [0]
     for i, length in enumerate(lengths):
-        # With row i, the micro-batch is padded to the length of row i
-        limit = max(1, min(max_rows, args.micro_batch_tokens // length))  # rows
-        if i - boundaries[-1] >= limit:  # no room for row i
+        # With row i, the micro-batch would be padded to the length of row i
+        rows_that_fit = max(1, min(max_rows, args.micro_batch_tokens // length))
+        if i - boundaries[-1] >= rows_that_fit:  # no room for row i
             boundaries.append(i)
     return [*boundaries, len(lengths)]
 
@@ -734,10 +741,10 @@ def micro_batch_boundaries(lengths, args):
 def apply_gradients(accelerator, model, optimizer, lr, batch, run_dir, args):
     """Sum the gradients over ranks, clip them, and step the optimizer.
 
-    Each trained weight has a float32 master, whose gradient is the sum over the backward passes
-    (see make_optimizer). The optimizer updates the masters. round_masters then sets each weight to
-    its master, rounded to args.dtype, because the learner must compute with the same weights as
-    vLLM.
+    Each trained weight has a float32 copy, its master (see make_optimizer). In every backward pass
+    a hook adds the weight's gradient to that of its master. The optimizer updates the masters, and
+    masters_to_weights then sets each weight to its master, rounded to args.dtype, because the
+    learner must compute with the same weights as vLLM.
 
     Return the norm before clipping, as a tensor. If it is not finite, save the batch and raise
     FloatingPointError. All ranks then raise it, because the norm is the same on all of them.
@@ -745,6 +752,7 @@ def apply_gradients(accelerator, model, optimizer, lr, batch, run_dir, args):
     Every rank must call this, in the same order.
     """
     masters = optimizer.param_groups[0]["params"]
+    # Under FSDP2 the gradients are averages over ranks already, which this turns into sums
     sum_over_ranks(accelerator, [master.grad for master in masters])
     norm = nn.utils.clip_grad_norm_(masters, args.max_grad_norm)
     if isinstance(norm, DTensor):  # under FSDP2
@@ -758,7 +766,7 @@ def apply_gradients(accelerator, model, optimizer, lr, batch, run_dir, args):
     optimizer.param_groups[0]["lr"] = lr
     optimizer.step()
     optimizer.zero_grad(set_to_none=False)  # the next backward passes add to these tensors
-    round_masters(model)
+    masters_to_weights(model)
     return norm
 
 
@@ -789,7 +797,7 @@ def forward_all(accelerator, model, batch, mini_batches, args):
     """Run a model over mini-batches, which are lists of rows.
 
     Return log-probabilities, values or scores on every rank, and a policy's entropies. Each has the
-    shape (rows, length), and is 0 in rows that were not run.
+    shape (rows, length).
 
     Every rank must call this, in the same order.
     """
@@ -797,8 +805,8 @@ def forward_all(accelerator, model, batch, mini_batches, args):
     all_entropies = all_outputs.clone()
     for mini_batch in mini_batches:
         # Each rank has the same number of micro-batches
-        for rows, part in split_into_micro_batches(accelerator, batch, mini_batch, args):
-            outputs = model(part.input_ids, part.mask)
+        for rows, micro_batch in split_into_micro_batches(accelerator, batch, mini_batch, args):
+            outputs = model(micro_batch.input_ids, micro_batch.mask)
             if isinstance(outputs, tuple):  # a policy's outputs
                 outputs, entropies = outputs
                 all_entropies[rows, : entropies.shape[1]] = entropies
@@ -830,8 +838,8 @@ class PolicyModel(nn.Module):
         Both have the shape (rows, length), and are 0 elsewhere. mask is 1 at response tokens.
         """
         hidden = hidden_states(self.model, input_ids)  # (rows, length, hidden_size)
-        # Token t is predicted at t - 1. The mask is 0 at t = 0, so both lines select the same
-        # tokens in the same order
+        # Token t is predicted at position t - 1. Both lines select by the mask of token t, and no
+        # response begins at t = 0
         hidden = hidden[:, :-1][mask[:, 1:].bool()]  # (tokens, hidden_size)
         labels = input_ids[mask.bool()]  # (tokens,)
         # ChunkedHead computes token_logprobs of the head's logits, divided by the temperature. It
@@ -861,7 +869,10 @@ class RewardModel(nn.Module):
         self.args = args
 
     def forward(self, input_ids, mask):
-        """Return the scores of the texts that end with each token, (rows, length)."""
+        """Return the scores of the texts that end with each token, (rows, length).
+
+        The mask is not used here, but the policy and the value model need it.
+        """
         hidden = hidden_states(self.model, input_ids)  # (rows, length, hidden_size)
         return self.model.score(hidden.to(self.model.score.weight.dtype)).squeeze(-1)
 
@@ -869,8 +880,8 @@ class RewardModel(nn.Module):
 class ValueModel(RewardModel):
     """A one-label sequence classifier, which predicts the rewards that are still to come.
 
-    It predicts this before token t is chosen. The value at t is therefore read at t - 1, like the
-    token's log-probability.
+    The value of token t is the prediction before t is chosen. It is therefore read at position
+    t - 1, like the token's log-probability.
     """
 
     def forward(self, input_ids, mask):
@@ -907,8 +918,7 @@ def collate(responses, device):
     is_token = positions < lengths[:, None]
     mask = (is_token & (positions >= prompt_lengths[:, None])).float()
     logprobs = torch.tensor(np.concatenate([response.logprobs for response in responses]))
-    # A response whose reward failed is left out of the loss, because it is not known to be
-    # incorrect
+    # A response whose reward failed is left out of the loss, because its score is unknown, not 0
     has_score = torch.tensor([float(response.score is not None) for response in responses])
     return Batch(
         input_ids=to_rows(torch.tensor(np.concatenate(rows)), is_token).to(device),
@@ -963,7 +973,7 @@ def score_responses(accelerator, reward_model, responses, args, is_eval=False):
             score = args.penalty_reward_value
         with_scores.append(replace(response, model_score=model_score, score=score))
         if response.failure:
-            # Each type of error once; metrics count them all
+            # Warn once for each type of error. The metrics count all of them
             kind = response.failure.splitlines()[-1].partition(":")[0]
             origin = response.prompt.origin
             warn_once(f"the reward failed on {origin}: {response.failure}", kind)
@@ -974,7 +984,7 @@ def score_responses(accelerator, reward_model, responses, args, is_eval=False):
 
 
 def generate_rollout(engine, workers, tokenizer, request, args):
-    """Generate this rank's part of the responses to a Request, and grade it. Return a Rollout.
+    """Generate and grade this rank's part of the responses to a Request. Return a Rollout.
 
     Every rank gets the whole Request. engine.sample generates this rank's part of it, which is
     empty if the rank has no engine.
@@ -1725,7 +1735,7 @@ def add_to_master(weight):
 
 
 @torch.no_grad()
-def round_masters(model):
+def masters_to_weights(model):
     """Set each trained weight to its master, rounded to the weight's dtype."""
     for weight in trained_weights(model).values():
         weight.copy_(weight.master)
@@ -2846,7 +2856,7 @@ def load_checkpoint(trained_models, checkpoint_dir):
         for part, folder in checkpoint_parts(trained_models, checkpoint_dir):
             checkpoint.load(part, checkpoint_id=folder)
         for model, _ in trained_models.values():
-            round_masters(model)
+            masters_to_weights(model)
 
 
 def save_checkpoint(trained_models, run_dir, step, state, args):
