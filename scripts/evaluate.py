@@ -33,7 +33,6 @@ It writes responses.jsonl and evaluation.json, which also has the figures of eac
 data source, in RUN/evaluations/NAME.
 """
 
-import argparse
 import hashlib
 import importlib
 import inspect
@@ -53,11 +52,11 @@ from pathlib import Path
 import pandas
 from fork import import_fork
 from internal import model_paths
-from internal.run_files import NONE_RIGHT, is_right, read_args, read_lines
+from internal.run_files import NONE_RIGHT, is_right, make_parser, read_args, read_lines
 
 ROOT = Path(__file__).resolve().parent.parent
-# The arguments that decide which responses are generated, and what they score. Models that are
-# compared can differ in dtype and seed
+# The arguments that decide which responses are generated, and what they score. Dtype and seed are
+# not among them, so models that differ in these can be compared
 SETTINGS = ("eval_temperature", "response_length", "verification_reward", "reward_timeout")
 SETTINGS += ("add_r1_style_format_reward", "r1_style_format_reward", "min_response_length")
 SETTINGS += ("non_stop_penalty", "penalty_reward_value")
@@ -79,42 +78,51 @@ def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
     return 1 - math.comb(num_samples - num_right, k) / math.comb(num_samples, k)
 
 
-def estimate(values: list[float], low: float = 0.0, high: float = 1.0) -> dict:
-    """Return the mean of the prompts' values, which lie between `low` and `high`, with an interval.
+def wilson(fraction: float, count: float) -> tuple[float, float]:
+    """Return the ends of Wilson's 95% interval for a fraction of `count` prompts.
 
-    It is Wilson's interval, which stays within low and high, and has a width even if all answers
-    are correct. If every value is low or high, like scores of 0 and 1, its ends are the p with
-    |mean - p| = 1.96 sqrt(p (1 - p) / n). Other values vary less. Their n is the number of values
-    of only low or high whose mean would have the same variance. If values have no limits, pass the
-    smallest and the largest that were seen. With 30 prompts or more, the interval is then close to
-    the mean plus and minus 1.96 standard errors.
+    They are the p with |fraction - p| = 1.96 sqrt(p (1 - p) / count). They lie within 0 and 1, and
+    differ even if the fraction is 0 or 1.
+
+    >>> [round(abs(0.75 - p) / math.sqrt(p * (1 - p) / 20), 2) for p in wilson(0.75, 20)]
+    [1.96, 1.96]
+    """
+    center = fraction + Z**2 / (2 * count)
+    width = Z * math.sqrt(fraction * (1 - fraction) / count + Z**2 / (4 * count**2))
+    return (center - width) / (1 + Z**2 / count), (center + width) / (1 + Z**2 / count)
+
+
+def estimate(values: list[float], low: float = 0.0, high: float = 1.0) -> dict:
+    """Return the mean of the prompts' values, with Wilson's interval scaled to [low, high].
+
+    low and high are the limits of a value, or if it has none, the extremes that were seen. If every
+    value is low or high, such as 0 and 1, the interval's count is the number of prompts. Other
+    values vary less. Their count is the higher number of prompts at which a mean of only low and
+    high values would have the same variance. From 30 prompts on, the interval is close to the mean
+    plus and minus 1.96 standard errors if values are not near a limit.
 
     >>> estimate([1.0] * 15 + [0.0] * 5)
     {'mean': 0.75, 'low': 0.5313, 'high': 0.8881, 'prompts': 20}
-    >>> [round(abs(0.75 - p) / math.sqrt(p * (1 - p) / 20), 2) for p in (0.5313, 0.8881)]
-    [1.96, 1.96]
-    >>> estimate([-1.0] * 5 + [3.0] * 15, low=-1.0, high=3.0)  # the first, times 4, less 1
+    >>> estimate([-1.0] * 5 + [3.0] * 15, low=-1.0, high=3.0)  # four times the above, minus 1
     {'mean': 2.0, 'low': 1.1252, 'high': 2.5526, 'prompts': 20}
     """
     mean, span = statistics.fmean(values), high - low
     if not span:
         return {"mean": round(mean, 4), "prompts": len(values)}
-    share = min(1.0, max(0.0, (mean - low) / span))
-    variance, most = statistics.pvariance(values) / span**2, share * (1 - share)
+    fraction = min(1.0, max(0.0, (mean - low) / span))
+    variance = statistics.pvariance(values) / span**2
     # If all values are equal, nothing is known about their variance
-    count = len(values) * (most / variance if variance > 0 else 1)
-    center = (share + Z**2 / (2 * count)) / (1 + Z**2 / count)
-    width = Z * math.sqrt(most / count + Z**2 / (4 * count**2)) / (1 + Z**2 / count)
-    ends = low + span * (center - width), low + span * (center + width)
+    count = len(values) * (fraction * (1 - fraction) / variance if variance > 0 else 1)
+    ends = (low + span * end for end in wilson(fraction, count))
     return rounded(mean, *ends) | {"prompts": len(values)}
 
 
 def estimate_difference(differences: list[float], span: float) -> dict:
     """Return the mean of the prompts' differences between two models, with an interval and counts.
 
-    span: the largest difference that is possible. The interval is that of Bonett and Price (2012):
-    the normal one after two prompts are added, one better and one worse by the largest difference
-    that was seen. It therefore has a width even if no prompt is worse, or all are equal.
+    The interval is that of Bonett and Price (2012). It is the normal interval after two prompts
+    were added, one better and one worse by the largest difference that was seen. It therefore has a
+    width even if no prompt is worse, or if all are equal. span: the largest possible difference.
 
     >>> estimate_difference([1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, -1.0], span=1.0)
     {'mean': 0.25, 'low': -0.2638, 'high': 0.6638, 'better': 3, 'worse': 1, 'equal': 4}
@@ -124,8 +132,9 @@ def estimate_difference(differences: list[float], span: float) -> dict:
     (-0.2638, 0.6638)
     """
     largest = max(map(abs, differences)) or span
-    more = [*differences, largest, -largest]
-    middle, error = statistics.fmean(more), Z * statistics.pstdev(more) / math.sqrt(len(more))
+    padded = [*differences, largest, -largest]
+    middle = statistics.fmean(padded)
+    error = Z * statistics.pstdev(padded) / math.sqrt(len(padded))
     low, high = max(-span, middle - error), min(span, middle + error)
     better, worse = sum(d > 0 for d in differences), sum(d < 0 for d in differences)
     counts = {"better": better, "worse": worse, "equal": len(differences) - better - worse}
@@ -139,9 +148,9 @@ def rounded(mean, low, high):
 def figures_of(rows: list[dict], worth: float = 1.0) -> dict[str, tuple]:
     """Return {name: (values, low, high)} of lines of responses.jsonl, for figures that exist.
 
-    values is a Series with a prompt's mean over its answers. low and high are the least and the
-    most that an answer can have, or had if no limit is known. worth: the score of a correct answer,
-    --verification_reward.
+    values is a Series with the mean over a prompt's answers. low and high are the least and the
+    most that an answer can have, or had if no limit is known. worth: --verification_reward, which
+    is the score of a correct answer.
     """
     names = ("score", "verifiable_score", "reward_model_score", "length")
     numbers = [
@@ -156,11 +165,11 @@ def figures_of(rows: list[dict], worth: float = 1.0) -> dict[str, tuple]:
     right = prompts["right"].agg(["count", "sum"]).astype(int)
     figures = {}
     # The number of answers that most prompts have, because a dataset can repeat a few prompts
-    most = statistics.median_low(prompts.size())
-    for k in (2**i for i in range(most.bit_length())):
-        of_k = right[right["count"] >= k]
-        passed = [pass_at_k(*counts, k) for counts in of_k.itertuples(index=False)]
-        figures[f"pass@{k}"] = (pandas.Series(passed, of_k.index, float), 0.0, 1.0)
+    samples = statistics.median_low(prompts.size())
+    for k in (2**i for i in range(samples.bit_length())):
+        answered = right[right["count"] >= k]
+        passed = [pass_at_k(*counts, k) for counts in answered.itertuples(index=False)]
+        figures[f"pass@{k}"] = (pandas.Series(passed, answered.index, float), 0.0, 1.0)
 
     unlimited = {"reward_model_score", "length"}
     unlimited |= set() if right["count"].any() else {"score"}
@@ -186,15 +195,15 @@ def summarize(rows: list[dict], worth: float = 1.0) -> dict:
 
 def compare(rows: list[dict], other_rows: list[dict], worth: float = 1.0) -> dict:
     """Return the differences in score and pass@1 on the prompts for which both models have them."""
-    ones, others = figures_of(rows, worth), figures_of(other_rows, worth)
-    differences = {}
-    for name in [name for name in ("score", "pass@1") if name in ones.keys() & others.keys()]:
-        (one, *limits), (other, *other_limits) = ones[name], others[name]
-        both = (one - other).dropna().tolist()
-        if both:
-            limits += other_limits
-            differences[name] = estimate_difference(both, max(limits) - min(limits))
-    return differences
+    figures, other_figures = figures_of(rows, worth), figures_of(other_rows, worth)
+    comparison = {}
+    for name in [name for name in ("score", "pass@1") if name in figures and name in other_figures]:
+        (values, *limits), (other_values, *other_limits) = figures[name], other_figures[name]
+        differences = (values - other_values).dropna().tolist()
+        span = max(limits + other_limits) - min(limits + other_limits)
+        if differences:
+            comparison[name] = estimate_difference(differences, span)
+    return comparison
 
 
 def as_table(figures: dict[str, dict]) -> str:
@@ -204,11 +213,11 @@ def as_table(figures: dict[str, dict]) -> str:
 
 def show(evaluation: dict):
     """Print an evaluation.json."""
-    asked, results = evaluation["asked"], dict(evaluation["results"])
+    settings, results = evaluation["asked"], dict(evaluation["results"])
     print(f"\n{evaluation['model']} on {evaluation['dataset']}")
     counts = (results.pop(name) for name in ("prompts", "responses", "reward_failures"))
     print("{:,} prompts, {:,} responses; the reward failed for {:,}".format(*counts))
-    print(f"{asked['samples']} per prompt, at temperature {asked['eval_temperature']:g}")
+    print(f"{settings['samples']} per prompt, at temperature {settings['eval_temperature']:g}")
     name = "pass@1" if "pass@1" in results else "score"
     sources = evaluation["by_source"]
     for source, figures in sources.items() if len(sources) > 1 else []:
@@ -228,33 +237,34 @@ def load_script(run_dir):
     one of this repository's scripts, or the fork lora if the run has adapters. Print which.
     """
     saved = read_args(run_dir)
-    made = saved.get("provenance", {})
-    named = [Path(word) for word in made.get("command", []) if word.endswith(".py")][:1]
-    places = [*named, *(ROOT / path.name for path in named), ROOT / "grpo_vllm_async.py"]
+    provenance = saved.get("provenance", {})
+    named = [Path(word) for word in provenance.get("command", []) if word.endswith(".py")][:1]
+    paths = [*named, *(ROOT / path.name for path in named), ROOT / "grpo_vllm_async.py"]
 
-    def is_it(path):
-        return hashlib.sha256(path.read_bytes()).hexdigest() == made.get("script_sha256")
+    def is_unchanged(path):
+        return hashlib.sha256(path.read_bytes()).hexdigest() == provenance.get("script_sha256")
 
-    path = max(filter(Path.is_file, places), key=is_it).resolve()  # the first, if none matches
+    path = max(filter(Path.is_file, paths), key=is_unchanged).resolve()  # or else the first
     sys.path[:0] = [str(path.parent), str(ROOT)]
     script, ours = map(importlib.import_module, (path.stem, "grpo_vllm_async"))
-    trouble = "" if is_it(path) else "is missing or has changed"
-
-    def signatures(module):
-        names = ("VLLM.sample", "grade_responses", "score_responses", "describe")
-        return [inspect.signature(attrgetter(name)(module)) for name in names]
-
-    if signatures(script) != signatures(ours):
-        script, trouble = ours, "has a different interface"
+    problem = "" if is_unchanged(path) else "is missing or has changed"
+    if interface_of(script) != interface_of(ours):
+        script, problem = ours, "has a different interface"
     if saved.get("lora_rank") and "lora_rank" not in script.Args.__dataclass_fields__:
-        script, trouble = import_fork("lora"), "is missing or has changed"
-    if trouble:
-        print(f"Warning: the script that made {run_dir} {trouble}; using {script.__file__} instead")
+        script, problem = import_fork("lora"), "is missing or has changed"
+    if problem:
+        print(f"Warning: the script that made {run_dir} {problem}; using {script.__file__} instead")
     return script
 
 
+def interface_of(script):
+    """Return the signatures of what this program calls in a script."""
+    names = ("VLLM.sample", "grade_responses", "score_responses", "describe")
+    return [inspect.signature(attrgetter(name)(script)) for name in names]
+
+
 def read_arguments(script, options):
-    """Return the run's Args with what the options replace, for one process and one GPU.
+    """Return the run's Args with the changes of the options, for one process and one GPU.
 
     Flags that this script does not have are left out.
     """
@@ -271,7 +281,8 @@ def read_arguments(script, options):
     )
     if (options.run / "model").is_dir():
         args = replace(args, tokenizer_name_or_path=str(options.run / "model"), chat_template=None)
-    if options.eval_dataset and options.eval_dataset_split is None:  # the run's is for its own data
+    if options.eval_dataset and options.eval_dataset_split is None:
+        # The run's split is one of the run's dataset
         args = replace(args, eval_dataset_split=script.Args.eval_dataset_split)
     given = {name: value for name, value in vars(options).items() if value is not None}
     args = replace(args, **{name: given[name] for name in names & given.keys()})
@@ -289,27 +300,28 @@ def saved_at(folder):
 
 def files_of_reward(path: Path) -> list[Path]:
     """Return the file of a reward, and the modules or packages that it imports beside it."""
-    files, ahead = [], [path]
-    while ahead:
-        path = ahead.pop()
+    files, unread = [], [path]
+    while unread:
+        path = unread.pop()
         if path in files or not path.is_file():
             continue
         files.append(path)
         imports = re.findall(r"^\s*(?:from|import)\s(.*)", path.read_text("utf-8"), re.MULTILINE)
         for name in re.findall(r"\w+", " ".join(imports)):
-            beside = files[0].parent / name
-            ahead += [beside.with_suffix(".py"), *sorted(beside.rglob("*.py"))]
+            neighbour = files[0].parent / name
+            unread += [neighbour.with_suffix(".py"), *sorted(neighbour.rglob("*.py"))]
     return files
 
 
-def what_is_asked(script, args, options, prompts):
+def settings_of(script, args, options, prompts):
     """Return what decides which responses are generated and what they score.
 
-    Two models can be compared if all of it is equal. Without --reward_fn the rule is the script's.
+    Two models can be compared only if all of it is equal.
     """
+    # Without --reward_fn the script grades the answers
     path, _, function = (args.reward_fn or f"{script.__file__}:").rpartition(":")
     files = files_of_reward(Path(path)) if function else [Path(path)]
-    for module in re.findall(r"([\w.]+)\.\w", function):  # which trl_rewards.py imports
+    for module in re.findall(r"([\w.]+)\.\w", function):  # modules that trl_rewards.py imports
         files += files_of_reward(Path(module.replace(".", "/")).with_suffix(".py"))
     code = b"".join(file.read_bytes() for file in files)
     return {name: getattr(args, name) for name in SETTINGS} | {
@@ -321,27 +333,26 @@ def what_is_asked(script, args, options, prompts):
 
 
 def find_others(evaluation, run_dir, compared, fail):
-    """Return the folders of other models' evaluations to compare with, of each model the newest.
+    """Return folders to compare with, the newest of each other model, and reasons against others.
 
-    Also return lines that say why other models are not among them. compared: the folder of
-    --compare, which must have an evaluation, or None for those of this run, if there are any.
-    fail: as in evaluate.
+    compared: the folder of --compare, which must have an evaluation, or None for those of this run,
+    if there are any. fail: as in evaluate.
     """
-    found, reasons = {}, {}
+    found, differing = {}, {}
     for path in sorted((compared or run_dir).glob("**/evaluation.json")):
         other = json.loads(path.read_bytes())
-        asked, was_asked = evaluation["asked"], other.get("asked", {})
-        differing = [
-            f"{name} ({was_asked.get(name)} there, {asked[name]} here)"
-            for name in asked
-            if was_asked.get(name, ...) != asked[name]
+        settings, other_settings = evaluation["asked"], other.get("asked", {})
+        differences = [
+            f"{name} ({other_settings.get(name)} there, {value} here)"
+            for name, value in settings.items()
+            if other_settings.get(name, ...) != value
         ]
         if other["of"] != evaluation["of"]:
-            place = reasons if differing else found
-            place[tuple(other["of"])] = (path.parent, ", ".join(differing))
+            models = differing if differences else found
+            models[tuple(other["of"])] = (path.parent, ", ".join(differences))
     reasons = [
-        f"Not compared with {folder}, because it differs in {differing}"
-        for model, (folder, differing) in reasons.items()
+        f"Not compared with {folder}, because it differs in {differences}"
+        for model, (folder, differences) in differing.items()
         if model not in found
     ]
     if not found and not reasons:
@@ -351,17 +362,18 @@ def find_others(evaluation, run_dir, compared, fail):
     return [folder for folder, _ in found.values()], reasons
 
 
-def show_comparison(folder: Path, other: Path, worth: float):
+def read_evaluation(folder: Path) -> dict:
+    rows = read_lines(folder / "responses.jsonl")
+    return json.loads((folder / "evaluation.json").read_bytes()) | {"rows": rows}
+
+
+def show_comparison(folder: Path, other_folder: Path, worth: float):
     """Print the differences between two evaluations. The trained model comes first."""
-    one, two = (
-        json.loads((each / "evaluation.json").read_bytes())
-        | {"rows": read_lines(each / "responses.jsonl")}
-        for each in (folder, other)
-    )
-    if two["of"][0] == "trained" != one["of"][0]:
-        one, two = two, one
-    print(f"\n{one['model']} minus {two['model']}, per prompt ({other.name})")
-    differences = compare(one["rows"], two["rows"], worth)
+    first, second = read_evaluation(folder), read_evaluation(other_folder)
+    if second["of"][0] == "trained" != first["of"][0]:
+        first, second = second, first
+    print(f"\n{first['model']} minus {second['model']}, per prompt ({other_folder.name})")
+    differences = compare(first["rows"], second["rows"], worth)
     print(as_table(differences) if differences else "No prompt has a score from both models")
 
 
@@ -372,8 +384,8 @@ def load_held_out(script, args, options):
     """Return the tokenizer and the held-out Prompts, drawn as the run draws them."""
     tokenizer = script.load_tokenizer(args)
     if options.model:
-        own = script.AutoTokenizer.from_pretrained(options.model)
-        if own.get_vocab() != tokenizer.get_vocab():
+        its_tokenizer = script.AutoTokenizer.from_pretrained(options.model)
+        if its_tokenizer.get_vocab() != tokenizer.get_vocab():
             raise ValueError(f"{options.model} must have the same tokens as the run's model")
     source = (args.eval_dataset, args.eval_dataset_config, args.eval_dataset_split)
     prompts = script.load_prompts(*source, tokenizer, args, is_eval=True)
@@ -394,13 +406,13 @@ def sample(script, prompts, args, options):
         # Rounding the merged model to bfloat16 would lose a part of what it learned
         model_path = str(options.model or args.model_name_or_path)
         args = replace(args, model_name_or_path=model_path)  # vLLM loads it from there
-    # vLLM gets the weights one by one, so that a GPU never holds a second copy
-    weights_alone = replace(args, model_name_or_path=model_path, attn_implementation="eager")
+    # vLLM gets the weights from the CPU one by one, so that a GPU never holds a second copy
+    on_cpu = replace(args, model_name_or_path=model_path, attn_implementation="eager")
     policy_class = script.AutoModelForCausalLM
-    model = script.load_model(policy_class, model_path, weights_alone, trained=has_adapter)
+    model = script.load_model(policy_class, model_path, on_cpu, trained=has_adapter)
     repeated = [prompt for prompt in prompts for _ in range(options.samples)]
-    places = (divmod(number, options.samples) for number in range(len(repeated)))
-    seeds = [script.stable_hash(args.seed, "evaluation", *place) for place in places]
+    numbers = (divmod(number, options.samples) for number in range(len(repeated)))
+    seeds = [script.stable_hash(args.seed, "evaluation", *pair) for pair in numbers]
     print("Starting vLLM ...", flush=True)
     max_length = max(len(prompt.token_ids) for prompt in prompts) + args.response_length
     vllm = script.VLLM((0, 1, gpus), model.config, max_length, args)
@@ -408,7 +420,7 @@ def sample(script, prompts, args, options):
     # Send weights as the scripts do: a tied head is sent separately on a CPU, but not on a GPU
     parameters = model.named_parameters(remove_duplicate=bool(gpus))
     weights = ((name, weight.data.to(device)) for name, weight in parameters)
-    if has_adapter and options.model:  # give another model an adapter of zeros
+    if has_adapter and options.model:  # another model gets an adapter of zeros
         weights = script.gather_weights(model, args)
     elif has_adapter:
         items = load_file(options.run / "adapter/adapter_model.safetensors").items()
@@ -422,7 +434,7 @@ def answer_prompts(script, tokenizer, prompts, args, options):
     """Return Responses to some Prompts, with scores."""
     workers = None
     try:
-        if args.reward_fn:  # start workers first, because the reward may not load
+        if args.reward_fn:  # workers start first, because a reward that does not load ends this
             workers = script.start_reward_workers(args)
         responses = sample(script, prompts, args, options)
         responses = script.grade_responses(responses, tokenizer, workers, args)
@@ -445,9 +457,9 @@ def rows_of(script, responses, num_samples):
         prompt = response.prompt
         # This is equal in every evaluation of the prompt, and in examples that repeat it
         problem = f"{script.stable_hash(list(prompt.token_ids), prompt.ground_truth):016x}"
-        place = {"prompt_index": index, "sample": sample, "problem": problem}
-        place["origin"] = prompt.origin  # the dataset and its row
-        rows.append(place | script.describe(response, None))
+        identity = {"prompt_index": index, "sample": sample, "problem": problem}
+        identity["origin"] = prompt.origin  # the dataset and the example's number
+        rows.append(identity | script.describe(response, None))
     return rows
 
 
@@ -476,7 +488,7 @@ def evaluate(options, fail):
         "dataset": args.eval_dataset,
         # The run's own model is not identified by its path, because a run's folder can be moved
         "of": [str(options.model or "trained"), saved_at(model)],
-        "asked": what_is_asked(script, args, options, prompts),
+        "asked": settings_of(script, args, options, prompts),
         "seed": args.seed,
     }
     others, reasons = find_others(evaluation, options.run, options.compare, fail)
@@ -487,7 +499,7 @@ def evaluate(options, fail):
         by_source[str(row["data_source"])].append(row)
     evaluation |= {
         "results": summarize(rows, worth),
-        "by_source": {source: summarize(some, worth) for source, some in by_source.items()},
+        "by_source": {source: summarize(part, worth) for source, part in by_source.items()},
     }
     size = f"{len(prompts)}x{options.samples}"
     name = f"{Path(evaluation['of'][0]).name}_{size}_{datetime.now():%Y%m%d_%H%M%S_%f}"
@@ -505,10 +517,7 @@ def evaluate(options, fail):
 
 def main():
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends this at once
-    sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may support only ASCII
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     add = parser.add_argument
     add("run", type=lambda path: Path(path).expanduser(), help="Folder of the run.")
     add("--samples", type=int, default=1, help="Answers per prompt (default 1).")
@@ -524,8 +533,8 @@ def main():
     prompts = "Number of held-out prompts. 0 means all. Defaults to the run's --num_eval_prompts, "
     prompts += "which are the same prompts."
     add("--prompts", dest="num_eval_prompts", type=int, help=prompts)
-    rule = "Reward function to use instead of the run's."
-    add("--reward_fn", type=os.path.expanduser, metavar="FILE:FUNCTION", help=rule)
+    reward = "Reward function to use instead of the run's."
+    add("--reward_fn", type=os.path.expanduser, metavar="FILE:FUNCTION", help=reward)
     length = "Maximum number of tokens in a response. Default: the run's."
     add("--response_length", type=int, help=length)
     model = "Model with the run's tokens, as a folder or a name on the Hub. Default: RUN/model."
@@ -545,10 +554,10 @@ def main():
     if options.before:
         models = [read_args(options.run)["model_name_or_path"], None]
     for model in models:
-        # A run's own folder must not be taken for a name on the Hub
+        # A relative path of the run's folder could be a name on the Hub
         path = model or (options.run / "model").absolute()
-        if trouble := model_paths.trouble_with_model(path):
-            parser.error(f"{path}: {trouble}")
+        if problem := model_paths.trouble_with_model(path):
+            parser.error(f"{path}: {problem}")
     if options.samples > 1 and options.eval_temperature == 0:
         parser.error("--temperature 0 is greedy, so all --samples would be equal")
     for options.model in models:

@@ -58,7 +58,7 @@ def base_of(diff):
     return re.search(r"^--- a/(\S+)", diff, re.MULTILINE)[1]
 
 
-def refuse_old(output):
+def refuse_existing(output):
     if output.exists():
         raise SystemExit(f"{output} exists; move it, or choose another name")
 
@@ -68,7 +68,7 @@ def write_fork(name, output, is_bug=False, script=None):
 
     script: the script to fork. By default it is the one that the diff was made from.
     """
-    refuse_old(output)
+    refuse_existing(output)
     text = apply_diffs([(FAILURES if is_bug else FORKS) / f"{name}.diff"], script=script)
     if is_bug:
         text = f"# A deliberate bug, to learn from: {name} (docs/bug_gallery.md)\n{text}"
@@ -76,7 +76,7 @@ def write_fork(name, output, is_bug=False, script=None):
 
 
 def file_of(name, script=SCRIPTS[0]):
-    """Return a name for a fork of a script, for programs that write one.
+    """Return a name for the file of a fork, for programs that write one.
 
     >>> file_of("lora"), file_of("lora", "ppo_sync.py")
     ('grpo_lora.py', 'ppo_sync_lora.py')
@@ -86,7 +86,7 @@ def file_of(name, script=SCRIPTS[0]):
 
 @cache
 def import_fork(name, script=SCRIPTS[0]):
-    """Import a fork. Processes that it starts find its file, which is removed at the end."""
+    """Import a fork from a file in a temporary folder, which exists until this process ends."""
     folder = tempfile.mkdtemp(prefix="fork_")
     atexit.register(shutil.rmtree, folder)
     path = Path(folder, file_of(name, script))
@@ -96,7 +96,7 @@ def import_fork(name, script=SCRIPTS[0]):
 
 
 def changes_in(diff, text):
-    """Return the changes of a diff: the index of the first line, the lines removed, those added.
+    """Return a diff's changes as (index of the first line, number of lines to remove, new lines).
 
     A change is made where the text has the lines of the diff. Raise ValueError unless the text has
     them exactly once.
@@ -123,10 +123,9 @@ def changes_in(diff, text):
 
 
 def apply_diffs(paths, text=None, script=None):
-    """Return a script with the changes of diffs. Lines that any of them removes are removed.
+    """Return a script with the changes of diffs. A line is removed if any of them removes it.
 
-    script: defaults to the one that the diffs were made from. text: of the script, by default its
-    file.
+    script: by default the one that the diffs were made from. text: by default the script's file.
     """
     diffs = {path: path.read_text("utf-8") for path in paths}
     (base,) = {script} if script else {base_of(diff) for diff in diffs.values()}
@@ -142,13 +141,14 @@ def apply_diffs(paths, text=None, script=None):
                 f"Use {base} of the last commit that it fits, or make the diff again "
                 f"(scripts/dev/refit.py)"
             ) from error
-    out = {i for first, count, new in changes if not new for i in range(first, first + count)}
+    # What a diff puts in the place of lines is left out if other diffs remove all of these lines
+    gone = {i for first, count, new in changes if not new for i in range(first, first + count)}
     lines = [*text.splitlines(keepends=True), ""]  # a diff can add lines at the end
     removed, added = set(), defaultdict(str)
     for first, count, new in changes:
         replaced = range(first, first + count)
         removed.update(replaced)
-        if not count or not out.issuperset(replaced):
+        if not count or not gone.issuperset(replaced):
             added[first] += "".join(new)
     return "".join(added[i] + (line if i not in removed else "") for i, line in enumerate(lines))
 
@@ -182,7 +182,7 @@ def main():
     if args.without:
         if unknown := {*args.without} - {*parts}:
             parser.error(f"--without {', '.join(unknown)}: there are {', '.join(parts)}")
-        refuse_old(output)
+        refuse_existing(output)
         output.write_text(leave_out(args.without), "utf-8")
     else:
         write_fork(args.name or args.bug, output, is_bug=bool(args.bug), script=args.script)

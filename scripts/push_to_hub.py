@@ -14,7 +14,6 @@ failure, repeat the command. At the end it prints Python code that loads the
 model.
 """
 
-import argparse
 import json
 import os
 import shlex
@@ -22,66 +21,14 @@ import sys
 import textwrap
 from pathlib import Path
 
-from internal import model_paths
+from internal.model_paths import may_be_on_the_hub
 from internal.provenance import repo_of
-from internal.run_files import read_args, read_metrics
+from internal.run_files import make_parser, read_args, read_metrics
 from requests.utils import get_netrc_auth
 
-BESIDES = ("curves.png", "args.json", "metrics.jsonl")  # uploaded in addition to the model
-SILENCE = 60  # seconds without an answer of the Hub, for which the client would wait forever
-# A Jinja template, as huggingface_hub's own
-CARD = """\
----
-{{ card_data }}
----
-
-# {{ args.run_name }}
-
-{{ "A reward model, trained" if method == "reward model" else "Trained by " + method }} with \
-Tandem. The experiment is called `{{ args.exp_name }}`.
-
-| | |
-|---|---|
-{% for name, fact in facts.items() if fact -%}
-| {{ name }} | {{ fact }} |
-{% endfor %}
-{%- if evaluations %}
-## Figures
-
-| held-out prompts |{% for line in evaluations %} after step \
-{{ line.get("eval/policy_version", line.training_step)|int }} |{% endfor %}
-|---|{{ "---|" * evaluations|length }}
-{% for name in evaluations[-1] if name.startswith("eval/") and name != "eval/policy_version" -%}
-| `{{ name[5:] }}` |
-{%- for line in evaluations %} {{ "%.4g" % line[name] if name in line }} |{% endfor %}
-{% endfor -%}
-{% endif -%}
-{% if has_curves %}
-![Curves of the run](curves.png)
-{% endif %}
-## Use
-
-```python
-{{ call }}```
-{% if command %}
-## Command
-
-```bash
-{{ command }}
-```
-{% endif %}
-`args.json` has all flags, `metrics.jsonl` the metrics of each step.
-"""
-
-
-def is_of_the_hub(name: str | None) -> bool:
-    """Return whether a model's or dataset's name is one of the Hub, not of a file or folder here.
-
-    >>> [is_of_the_hub(name) for name in ("Qwen/Qwen2.5-0.5B", "data/a.parquet", "/models/a", None)]
-    [True, False, False, False]
-    """
-    is_file = str(name).endswith((".parquet", ".jsonl", ".json"))
-    return name is not None and not is_file and model_paths.may_be_on_the_hub(name)
+RUN_FILES = ("curves.png", "args.json", "metrics.jsonl")  # uploaded in addition to the model
+HUB_TIMEOUT = 60  # seconds without an answer of the Hub; without a limit the client waits forever
+CARD = Path(__file__).parent / "internal/model_card.jinja"
 
 
 def method_of(args: dict) -> str:
@@ -92,9 +39,9 @@ def method_of(args: dict) -> str:
 
 
 def find_tracked(args: dict) -> str | None:
-    """Return the address of the run in Weights & Biases, which is the newest of its name.
+    """Return the address of the newest run with this name in Weights & Biases.
 
-    Return None if it was not tracked online, or without a login, for which wandb would ask.
+    Return None if it was not tracked online, or if there is no login, for which wandb would ask.
     """
     is_online = os.environ.get("WANDB_MODE", "online") == "online"
     server = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
@@ -108,7 +55,7 @@ def find_tracked(args: dict) -> str | None:
         project = f"{args['wandb_entity'] or api.default_entity}/{args['wandb_project_name']}"
         name = {"display_name": args["run_name"]}
         return api.runs(project, filters=name, order="-created_at", per_page=1)[0].url
-    except Exception as error:  # the card does not need it
+    except Exception as error:  # a card without the link is good enough
         print(f"The card has no link to Weights & Biases: {type(error).__name__}: {error}")
         return None
 
@@ -116,7 +63,7 @@ def find_tracked(args: dict) -> str | None:
 def lines_that_load(run_dir: Path, args: dict, repo: str, revision: str) -> str:
     """Return lines of Python that load the model from its branch and use it."""
     task, call = "text-generation", f'"...", max_new_tokens={args.get("response_length")}'
-    if method_of(args) == "reward model":  # its score is the logit without a function
+    if method_of(args) == "reward model":  # whose score is the logit itself
         task, call = "text-classification", '"...", function_to_apply="none"'
     elif (run_dir / "model/chat_template.jinja").exists():
         call = call.replace('"..."', '[{"role": "user", "content": "..."}]')
@@ -130,8 +77,8 @@ print(model({call}))
 def facts_of(args: dict, last: dict) -> dict[str, str | None]:
     """Return the table of a card. last: the last line of the run's metrics."""
     steps = args.get("num_training_steps") or args["num_updates"]
-    rank, made = args.get("lora_rank"), args.get("provenance", {})
-    versions = [f"{name} {version}" for name, version in made.get("versions", {}).items()]
+    rank, provenance = args.get("lora_rank"), args.get("provenance", {})
+    versions = [f"{name} {version}" for name, version in provenance.get("versions", {}).items()]
     return {
         "base model": args["model_name_or_path"],
         "adapter": f"LoRA, rank {rank}, alpha {args['lora_alpha']}; merged" if rank else None,
@@ -141,10 +88,10 @@ def facts_of(args: dict, last: dict) -> dict[str, str | None]:
         "minutes": f"{last['time/from_scratch'] / 60:.1f}",
         "seed": str(args["seed"]),
         "tracked": find_tracked(args),
-        "commit": made.get("commit"),
-        "script's SHA-256": made.get("script_sha256"),
+        "commit": provenance.get("commit"),
+        "script's SHA-256": provenance.get("script_sha256"),
         "versions": ", ".join(versions),
-        "GPUs": made.get("gpu"),
+        "GPUs": provenance.get("gpu"),
     }
 
 
@@ -156,17 +103,16 @@ def make_card(run_dir: Path, args: dict, repo: str, revision: str) -> str:
     config = json.loads((run_dir / "model/config.json").read_bytes())
     base, dataset = args["model_name_or_path"], args["dataset"]
     data = ModelCardData(
-        base_model=base if is_of_the_hub(base) else None,
-        datasets=[dataset] if is_of_the_hub(dataset) else None,
+        base_model=base if may_be_on_the_hub(base) else None,
+        datasets=[dataset] if may_be_on_the_hub(dataset) else None,
         library_name="transformers",
         pipeline_tag="text-classification" if method == "reward model" else "text-generation",
         tags=[config["model_type"], "rlhf", method.lower().replace(" ", "-")],
     )
-    # Except for the last one, an evaluation is of the policy before the update of its line
     evaluations = [line for line in metrics if any(name.startswith("eval/") for name in line)]
     card = ModelCard.from_template(
         data,
-        template_str=CARD,
+        template_str=CARD.read_text("utf-8"),
         args=args,
         method=method,
         facts=facts_of(args, metrics[-1]),
@@ -181,13 +127,14 @@ def make_card(run_dir: Path, args: dict, repo: str, revision: str) -> str:
 def gather(run_dir: Path, card: str) -> dict[str, Path | bytes]:
     """Return {name in the repo: a file of the run, or the card}."""
     files = {str(path.relative_to(run_dir / "model")): path for path in run_dir.glob("model/**/*")}
-    files |= {name: run_dir / name for name in BESIDES}
+    files |= {name: run_dir / name for name in RUN_FILES}
     files = {name: path for name, path in files.items() if path.is_file()}
-    return files | {"README.md": card.encode(errors="replace")}  # names can be invalid Unicode
+    # The card replaces the model's README.md. A name in it can be invalid Unicode
+    return files | {"README.md": card.encode(errors="replace")}
 
 
 def upload(run_dir: Path, args: dict, repo: str, revision: str, options) -> None:
-    """Create the repo and the branch if they are missing, and upload; or show what would happen."""
+    """Upload to the branch, and create it and the repo if necessary. A dry run only shows this."""
     from huggingface_hub import CommitOperationAdd, HfApi, get_session
 
     if options.dry_run:
@@ -196,10 +143,10 @@ def upload(run_dir: Path, args: dict, repo: str, revision: str, options) -> None
         print(f"These files would be uploaded to {repo}, branch {revision}:")
         print(*sorted(gather(run_dir, card)), sep="\n")
         default = "public unless its owner's default is different (see --private)"
-        seen_by = "private" if options.private else default
-        print(f"A new repo would be {seen_by}.\n\nREADME.md:\n\n{card}", end="")
+        visibility = "private" if options.private else default
+        print(f"A new repo would be {visibility}.\n\nREADME.md:\n\n{card}", end="")
         return
-    get_session().timeout = SILENCE
+    get_session().timeout = HUB_TIMEOUT
     hub = HfApi()
     repo = hub.create_repo(repo, private=options.private or None, exist_ok=True).repo_id
     hub.create_branch(repo, branch=revision, exist_ok=True)
@@ -212,15 +159,12 @@ def upload(run_dir: Path, args: dict, repo: str, revision: str, options) -> None
 
 
 def main():
-    sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may support only ASCII
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("run", type=Path, help="Folder of the run.")
     parser.add_argument("--repo_id", help="Repo, such as me/name.")
     parser.add_argument("--revision", help="Branch of the repo.")
-    hidden = "Make a new repo private. An existing repo does not change."
-    parser.add_argument("--private", action="store_true", help=hidden)
+    private = "Make a new repo private. An existing repo does not change."
+    parser.add_argument("--private", action="store_true", help=private)
     dry_run = "Show the files and the card without uploading. Needs no login."
     parser.add_argument("--dry_run", action="store_true", help=dry_run)
     options = parser.parse_args()
@@ -234,7 +178,7 @@ def main():
     try:
         upload(run_dir, args, repo, revision, options)
     except Exception as error:  # the client raises errors of several libraries
-        # An error can name only the file, while its cause says what is wrong
+        # An error can name only the file, and its cause what is wrong
         reason = f"{type(error).__name__}: {error} {error.__cause__ or ''}"
         reason = textwrap.shorten(reason, 300, placeholder=" ...")
         command = shlex.join([sys.executable, *sys.argv])

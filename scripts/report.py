@@ -9,55 +9,60 @@ training responses token by token. It needs no network. You can write it again w
 continues.
 """
 
-import argparse
 import contextlib
 import json
 import math
 import re
 import secrets
 import shlex
-import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
+from typing import NamedTuple
 
-import inspect_run as inspect
-import plot_runs as plots
 from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
-from internal import warning_signs
-from internal.run_files import is_right, read_lines, read_metrics, read_rollouts
+from internal import run_curves, warning_signs
+from internal.run_files import is_right, make_parser, read_lines, read_metrics, read_rollouts
+from internal.run_summary import both_ends, describe_run, show_figures, show_truth
 from tokenizers import Tokenizer
 
-PAGE, DOCS = Path(__file__).parent / "internal/report_page", Path(__file__).parent.parent / "docs"
-FILES = ("uPlot.min.css", "page.css"), ("uPlot.iife.min.js", "page.js")
-# The most bytes of the page, of its curves, and of its answers. Rollouts get what is left
-MOST, MOST_CURVES, MOST_ANSWERS = 5_900_000, 1_200_000, 1_500_000
+PAGE = Path(__file__).parent / "internal/report_page"
+BUG_GALLERY = Path(__file__).resolve().parent.parent / "docs/bug_gallery.md"
+STYLES, SCRIPTS = ("uPlot.min.css", "page.css"), ("uPlot.iife.min.js", "page.js")
+# Limits in bytes for the page, its curves, and its answers. Rollouts get what is left
+MAX_BYTES, MAX_CURVES, MAX_ANSWERS = 5_900_000, 1_200_000, 1_500_000
 # Lists in a line of rollouts.jsonl that do not hold one number per token
 NO_NUMBERS = {"token_ids", "turns", "observed"}
-# Characters of a text, tokens of a response and its evaluations, of which there are fewer if too
-# few items would fit
-DETAILS = (6000, 2000, 99), (2000, 400, 10), (500, 80, 3)
+
+
+class Detail(NamedTuple):
+    characters: int  # of a text
+    tokens: int  # of a response
+    evaluations: int  # of a held-out prompt
+
+
+# The most that the page shows of an item; there are fewer details if too few items would fit
+DETAILS = Detail(6000, 2000, 99), Detail(2000, 400, 10), Detail(500, 80, 3)
 
 
 def verdicts(metrics: list[dict], args: dict, first_rows: list[dict]) -> list[dict]:
     """Return the questions of warning_signs.py with a run's figures and warning signs."""
-    ill = defaultdict(list)
-    for ask, said, failure in warning_signs.illnesses(metrics, args, first_rows):
-        heading, wrong = warning_signs.FAILURES.get(failure, ("", ""))
-        slug = heading.lower().replace(" ", "-")
-        link = f"{(DOCS / 'bug_gallery.md').resolve().as_uri()}#{slug}" if heading else ""
-        ill[ask].append([said, link, heading and f"{heading}: {wrong}"])
+    signs = defaultdict(list)
+    for question, sign, bug in warning_signs.find_warning_signs(metrics, args, first_rows):
+        heading, effect = warning_signs.BUGS.get(bug, ("", ""))
+        link = f"{BUG_GALLERY.as_uri()}#{heading.lower().replace(' ', '-')}"
+        signs[question].append([sign, link, heading and f"{heading}: {effect}"])
     shown = []
-    for question in warning_signs.QUESTIONS:
+    for question, names, usual, remedy in warning_signs.QUESTIONS:
         figures = []
-        for name in question.metrics:
+        for name in names:
             values = [f"{line[name]:.3g}" for line in metrics if line.get(name) is not None]
             figures += [[name, ", ".join(spread_out(values, 5))]] if values else []
-        row = {"ask": question.ask, "usual": question.usual, "then": question.then}
-        shown += [row | {"figures": figures, "ill": ill[question.ask]}] if figures else []
+        row = {"question": question, "usual": usual, "remedy": remedy, "signs": signs[question]}
+        shown += [row | {"figures": figures}] if figures else []
     return shown
 
 
@@ -69,34 +74,34 @@ def dump(value) -> bytes:
 
 
 def spread_out(items: list, number: int) -> list:
-    """Return `number` evenly spaced items with both ends: of [1, 2, 3, 4, 5] it is [1, 3, 5]."""
+    """Return `number` evenly spaced items with both ends, such as [1, 3, 5] of [1, 2, 3, 4, 5]."""
     places = {round(i * (len(items) - 1) / max(1, number - 1)) for i in range(number)}
     return [items[place] for place in sorted(places)] if len(items) > number else items
 
 
-def fit(items: list, build: Callable, most: int, few: int = 3) -> list:
-    """Return build(item, detail) of as many evenly spaced items as fit into `most` bytes.
+def fit(items: list, build: Callable, max_bytes: int, min_items: int = 3) -> list:
+    """Return build(item, detail) of as many evenly spaced items as fit into `max_bytes`.
 
-    The first of DETAILS is used with which at least `few` items fit.
+    The first of DETAILS is used with which at least `min_items` items fit.
     """
     for detail in DETAILS if items else []:
         some = [build(item, detail) for item in spread_out(items, 8)]
-        count = min(len(items), int(most * len(some) / len(dump(some))))
-        while count >= min(few, len(items)):
+        count = min(len(items), int(max_bytes * len(some) / len(dump(some))))
+        while count >= min(min_items, len(items)):
             values = [build(item, detail) for item in spread_out(items, count)]
-            if len(dump(values)) <= most:
+            if len(dump(values)) <= max_bytes:
                 return values
             count = min(count - 1, int(0.9 * count))
     return []
 
 
-def curves_of(run: plots.Run, most: int) -> dict[str, list]:
+def curves_of(run: run_curves.Run, max_points: int) -> dict[str, list]:
     """Return {metric: [steps, values]}. Of many neighbouring points only the extremes are kept."""
     curves = {}
-    for name in sorted(plots.names_in([run]) - {"training_step"}):
-        points = plots.points_of(run.metrics, name)
+    for name in sorted(run_curves.names_in([run]) - {"training_step"}):
+        points = run_curves.points_of(run.metrics, name)
         points = [(x, float(f"{y:.5g}")) for x, y in points if math.isfinite(y)]
-        size = -(-2 * len(points) // most)
+        size = math.ceil(2 * len(points) / max_points)
         if size > 2:
             parts = [points[start : start + size] for start in range(0, len(points), size)]
             points = sorted({f(part, key=itemgetter(1)) for part in parts for f in (min, max)})
@@ -104,45 +109,46 @@ def curves_of(run: plots.Run, most: int) -> dict[str, list]:
     return curves
 
 
-def describe(row: dict, detail: tuple) -> dict:
+def describe(row: dict, detail: Detail) -> dict:
     """Return what the page shows of a response beside its tokens."""
     text = "\n".join(row.get("turns") or [row["response"]])
-    said = {name: row[name] for name in ("policy_version", "score", "length")} | {
-        "right": is_right(row)
-    }
-    return said | {"figures": inspect.show_figures(row), "text": inspect.both_ends(text, detail[0])}
+    facts = {name: row[name] for name in ("policy_version", "score", "length")}
+    facts |= {"right": is_right(row), "figures": show_figures(row)}
+    return facts | {"text": both_ends(text, detail.characters)}
 
 
-def answers_of(run_dirs: list[Path], runs: list[plots.Run], most: int) -> dict:
+def answers_of(run_dirs: list[Path], max_bytes: int) -> dict:
     """Return held-out prompts as [prompt, ground truth, source, each run's answers in order]."""
-    prompts, times = defaultdict(lambda: [[] for _ in runs]), Counter()
+    prompts, counts = defaultdict(lambda: [[] for _ in run_dirs]), Counter()
     for i, run_dir in enumerate(run_dirs):
         for row in read_lines(run_dir / "samples.jsonl"):
             key = row["prompt"], str(row["ground_truth"]), str(row.get("data_source"))
-            time = i, row["policy_version"], *key  # a dataset may contain a prompt twice
-            times[time] += 1
-            prompts[*key, times[time]][i].append(row)
+            # A dataset can contain a prompt twice, so answers of one evaluation are counted
+            evaluation = i, row["policy_version"], *key
+            counts[evaluation] += 1
+            prompts[*key, counts[evaluation]][i].append(row)
 
     def build(key, detail):
-        texts, answers = [inspect.both_ends(text, detail[0]) for text in key[:3]], []
-        for rows in prompts[key]:
-            rows = spread_out(rows, detail[2])
-            answers.append([describe(row, detail) for row in rows])
+        texts = [both_ends(text, detail.characters) for text in key[:3]]
+        answers = [
+            [describe(row, detail) for row in spread_out(rows, detail.evaluations)]
+            for rows in prompts[key]
+        ]
         return [*texts, answers]
 
-    return {"asked": len(prompts), "answers": fit([*prompts], build, most, few=50)}
+    answers = fit([*prompts], build, max_bytes, min_items=50)
+    return {"num_prompts": len(prompts), "answers": answers}
 
 
 def load_tokenizer(run_dir: Path, name: str, revision: str | None):
     """Load the run's tokenizer, or the one it began with if the run has no model yet.
 
-    Return None if neither is on this disk, because nothing is downloaded. transformers is not used
-    here, because it would take seconds to start.
+    Return None if neither is on this disk. transformers is not imported, because it takes seconds.
     """
     for folder in (run_dir / "model", Path(name)):
         if (folder / "tokenizer.json").is_file():
             return Tokenizer.from_buffer((folder / "tokenizer.json").read_bytes())
-    with contextlib.suppress(HFValidationError):  # the name is a path
+    with contextlib.suppress(HFValidationError):  # raised if the name is a path
         path = try_to_load_from_cache(name, "tokenizer.json", revision=revision)
         if isinstance(path, str):
             return Tokenizer.from_buffer(Path(path).read_bytes())
@@ -152,7 +158,7 @@ def load_tokenizer(run_dir: Path, name: str, revision: str | None):
 def token_texts(token_ids: list[int], tokenizer) -> list[str | None]:
     """Return the text of each token.
 
-    It is None for a token that ends within a character, whose last token has the text.
+    If a character consists of several tokens, the last one gets its text, and the others get None.
     """
     texts, context, start = [], 0, 0
     for end in range(1, len(token_ids) + 1):
@@ -168,16 +174,16 @@ def token_texts(token_ids: list[int], tokenizer) -> list[str | None]:
 
 
 def numbers_of(row: dict, name: str) -> list[float]:
-    """Return a number for each of a response's token_ids. Observed tokens have none and get NaN."""
+    """Return a number for each of a response's token_ids, which is NaN for observed tokens."""
     numbers = row[name]
     for start, end in row.get("observed", []):
         numbers = [*numbers[:start], *[math.nan] * (end - start), *numbers[start:]]
     return numbers
 
 
-def describe_tokens(row: dict, tokenizer, most: int) -> dict:
-    """Return the texts, ids and numbers of a response's tokens, of many only both ends."""
-    count, gap = len(row["token_ids"]), max(0, len(row["token_ids"]) - most)
+def describe_tokens(row: dict, tokenizer, max_tokens: int) -> dict:
+    """Return the texts, ids and numbers of a response's tokens. Of many, return only both ends."""
+    count, gap = len(row["token_ids"]), max(0, len(row["token_ids"]) - max_tokens)
     kept = [*range((count - gap) // 2), *range((count + gap) // 2, count)]
     ids = [row["token_ids"][place] for place in kept]
     texts = token_texts(ids, tokenizer) if tokenizer else [f"{i} " for i in ids]
@@ -186,65 +192,71 @@ def describe_tokens(row: dict, tokenizer, most: int) -> dict:
     for name in {name for name in row if isinstance(row[name], list)} - NO_NUMBERS:
         values = numbers_of(row, name)
         numbers[name] = [values[place] for place in kept]
-    said = {"texts": texts, "ids": ids, "observed": observed, "gap": gap, "numbers": numbers}
-    return said | {"stopped": row["stopped"], "text": ""}
+    tokens = {"texts": texts, "ids": ids, "observed": observed, "gap": gap, "numbers": numbers}
+    return tokens | {"stopped": row["stopped"], "text": ""}
 
 
-def rollouts_of(run_dir: Path, args: dict, most: int) -> dict:
+def rollouts_of(run_dir: Path, args: dict, max_bytes: int) -> dict:
     """Return the steps of rollouts.jsonl with their groups, and a note on how many fit."""
     lines = read_rollouts(run_dir)
-    whole = {step for step, (line, *_) in lines.items() if "token_ids" in json.loads(line)}
+    with_tokens = {step for step, (line, *_) in lines.items() if "token_ids" in json.loads(line)}
     name = args.get("tokenizer_name_or_path") or args["model_name_or_path"]
     tokenizer = load_tokenizer(run_dir, name, args.get("model_revision"))
 
     def build(step, detail):
         groups = []
         for prompt, rows in groupby(map(json.loads, lines[step]), key=itemgetter("prompt")):
-            groups.append({"prompt": inspect.both_ends(prompt, detail[0]), "rows": []})
+            groups.append({"prompt": both_ends(prompt, detail.characters), "rows": []})
             for row in rows:
-                tokens = describe_tokens(row, tokenizer, detail[1]) if step in whole else {}
+                tokens = {}
+                if step in with_tokens:
+                    tokens = describe_tokens(row, tokenizer, detail.tokens)
                 groups[-1]["rows"].append(describe(row, detail) | tokens)
-                groups[-1]["truth"] = inspect.show_truth(row)
+                groups[-1]["truth"] = show_truth(row)
         return {"step": step, "groups": groups}
 
-    rest = [step for step in lines if step not in whole]
-    shown = fit(sorted(whole), build, most)
-    texts = fit(rest, build, most - len(dump(shown))) if len(shown) == len(whole) else []
-    said = f"This page has {len(shown)} of the {len(whole)} steps that were written with tokens"
-    said += f", and {len(texts)} of the {len(rest)} steps with text only" if rest else ""
+    without = [step for step in lines if step not in with_tokens]
+    shown = fit(sorted(with_tokens), build, max_bytes)
+    all_fit = len(shown) == len(with_tokens)
+    texts = fit(without, build, max_bytes - len(dump(shown))) if all_fit else []
+    note = f"This page has {len(shown)} of the {len(with_tokens)} steps that have tokens"
+    note += f", and {len(texts)} of the {len(without)} steps with text only" if without else ""
     added = tokenizer.get_added_tokens_decoder().items() if tokenizer else []
     steps = sorted(shown + texts, key=itemgetter("step"))
-    return {"steps": steps, "note": said, "special": [i for i, token in added if token.special]}
+    return {"steps": steps, "note": note, "special": [i for i, token in added if token.special]}
 
 
-def describe_run(run: plots.Run, run_dir: Path, points: int) -> dict:
+def show_run(run: run_curves.Run, run_dir: Path, max_points: int) -> dict:
+    """Return what the page shows of a run, except for its rollouts."""
     name, metrics, args = run
-    first = [json.loads(line) for line in read_rollouts(run_dir).get(1, [])]
-    sentences = [inspect.describe_progress(run_dir, args, metrics)]
-    sentences += inspect.describe_evaluations(metrics) + inspect.describe_troubles(metrics)
-    sentences.append(inspect.describe_speed(metrics) or "Nothing stands out that limited its speed")
-    sentences += filter(None, [inspect.describe_costs(run_dir, args, metrics)])
-    said = {"name": name, "args": args, "sentences": sentences}
-    said["command"] = shlex.join(args.get("provenance", {}).get("command", []))
-    said |= {"health": verdicts(metrics, args, first)}
-    return said | {"curves": curves_of(run, points)}
+    first_rows = [json.loads(line) for line in read_rollouts(run_dir).get(1, [])]
+    return {
+        "name": name,
+        "args": args,
+        "sentences": describe_run(run_dir, args, metrics),
+        "command": shlex.join(args.get("provenance", {}).get("command", [])),
+        "health": verdicts(metrics, args, first_rows),
+        "curves": curves_of(run, max_points),
+    }
 
 
 def make_page(run_dirs: list[Path]) -> bytes:
     """Return the page, which loads nothing, and in which a browser runs only the page's script."""
-    runs = plots.read_runs(run_dirs)
-    points = min(500, MOST_CURVES // (16 * len(runs) * len(plots.names_in(runs))))
+    runs = run_curves.read_runs(run_dirs)
+    max_points = min(500, MAX_CURVES // (16 * len(runs) * len(run_curves.names_in(runs))))
+    shown_runs = [show_run(*pair, max_points) for pair in zip(runs, run_dirs, strict=True)]
     data = {
-        "runs": [describe_run(*each, points) for each in zip(runs, run_dirs, strict=True)],
-        "table": "\n".join(plots.lines_of_table(runs)) if len(runs) > 1 else "",
-        "panels": [[panel.title, panel.metrics] for panel in plots.panels_of(runs)],
+        "runs": shown_runs,
+        "table": "\n".join(run_curves.lines_of_table(runs)) if len(runs) > 1 else "",
+        "panels": [[panel.title, panel.metrics] for panel in run_curves.panels_of(runs)],
         "meanings": warning_signs.METRICS,
-        "tried": warning_signs.TRIED,
-        **answers_of(run_dirs, runs, MOST_ANSWERS),
+        "validation_note": warning_signs.VALIDATION_NOTE,
+        **answers_of(run_dirs, MAX_ANSWERS),
     }
-    style, script = (b"".join((PAGE / each).read_bytes() for each in files) for files in FILES)
-    rest = (MOST - len(dump(data)) - len(style) - len(script)) // len(runs)
-    for run, shown, run_dir in zip(runs, data["runs"], run_dirs, strict=True):
+    style = b"".join((PAGE / name).read_bytes() for name in STYLES)
+    script = b"".join((PAGE / name).read_bytes() for name in SCRIPTS)
+    rest = (MAX_BYTES - len(dump(data)) - len(style) - len(script)) // len(runs)
+    for run, shown, run_dir in zip(runs, shown_runs, run_dirs, strict=True):
         shown |= rollouts_of(run_dir, run.args, rest)
     nonce = secrets.token_hex(16).encode()  # a browser runs only the script that has it
     parts = {b"STYLE": style, b"SCRIPT": script, b"DATA": dump(data), b"NONCE": nonce}
@@ -252,8 +264,7 @@ def make_page(run_dirs: list[Path]) -> bytes:
 
 
 def main():
-    sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may support only ASCII
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = make_parser(__doc__)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="Folder of a run.")
     output = "File to write. Defaults to RUN/report.html, or comparison.html for several runs."
     parser.add_argument("--output", type=Path, metavar="FILE", help=output)
@@ -261,9 +272,10 @@ def main():
     for run_dir in options.runs:
         if not ((run_dir / "args.json").is_file() and read_metrics(run_dir)):
             parser.error(f"{run_dir} has no args.json, or metrics.jsonl has no step yet")
-    one = options.runs[0] / "report.html" if len(options.runs) == 1 else Path("comparison.html")
-    output, page = options.output or one, make_page(options.runs)
-    plots.save(lambda path: path.write_bytes(page), output)
+    is_single = len(options.runs) == 1
+    default = options.runs[0] / "report.html" if is_single else Path("comparison.html")
+    output, page = options.output or default, make_page(options.runs)
+    run_curves.save(lambda path: path.write_bytes(page), output)
     print(f"Wrote {output} ({len(page) / 1e6:.1f} MB). Open it in a browser.")
 
 

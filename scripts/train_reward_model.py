@@ -1,19 +1,19 @@
 r"""Train a reward model on pairs of a chosen and a rejected response (Bradley-Terry).
 
-A tiny one, which needs no GPU, includes the set-up, and learns in a minute:
+To train a tiny one without a GPU, in a minute after the set-up:
 
     bash scripts/train/debug/reward_model.sh
 
-On one GPU (on eight GPUs use ddp.yaml; on two CPU ranks, torchrun --nproc_per_node 2):
+To train one on a GPU (on eight GPUs use ddp.yaml, on two CPU ranks torchrun --nproc_per_node 2):
 
     accelerate launch --quiet --config_file scripts/accelerate/one_gpu.yaml \
         scripts/train_reward_model.py \
         --model_name_or_path Qwen/Qwen3-0.6B \
         --dataset rm_train.parquet --eval_dataset rm_test.parquet --save_freq 50
 
-A row is scored as PPO and GRPO will score it: prompt, response and stop token are tokenized
-separately, and the score is read at the last token. The last token is found by length, because
-the pad token can be the same as the stop token. ppo_sync.py's functions read rows, models and
+A row is scored as PPO and GRPO will score it. Prompt, response and stop token are tokenized
+separately, and the score is read at the last token. The last token is found by length, because the
+pad token can be the same as the stop token. The functions of ppo_sync.py read examples, models and
 checkpoints.
 
 Deliberate simplifications:
@@ -22,7 +22,7 @@ Deliberate simplifications:
  2. Rows are padded, not packed. Chosen and rejected responses are in one batch.
  3. Pairs that do not fill a last mini-batch are not trained on.
 
-arXiv: reward models 2009.01325, 2203.02155; centering 2312.09244.
+Sources on arXiv: 2009.01325 and 2203.02155 for reward models, 2312.09244 for centering.
 """
 
 import math
@@ -45,7 +45,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 import ppo_sync as ppo
 
-# preflight.py looks for these here
+# preflight.py calls these as functions of this file
 from ppo_sync import (  # noqa: F401
     find_run,
     list_checkpoints,
@@ -160,9 +160,8 @@ class Pair:
 def split_row(prompt, response):
     """Return what precedes a response (a string or messages), and the text of the response.
 
-    The response is a text after the prompt, or messages that end with it. Messages can begin with
-    those of the prompt, continue them, or be the whole dialogue. Raise ValueError for anything
-    else.
+    A response is a text, or messages whose last one has that text. The messages can begin with
+    those of the prompt, continue them, or be the whole dialogue. Raise ValueError otherwise.
     """
     match response:
         case str():
@@ -175,7 +174,7 @@ def split_row(prompt, response):
                 f"but this one is {str(response)[-80:]}"
             )
     if context and prompt and context[: len(prompt)] != prompt:
-        if context[0]["role"] == "assistant":  # they continue the prompt
+        if context[0]["role"] == "assistant":  # the messages continue the prompt
             context = prompt + context
         elif isinstance(prompt, list):
             raise ValueError("its messages must begin with those of the column `prompt`")
@@ -205,12 +204,12 @@ def split_pair(row):
 def load_pairs(accelerator, path, config, split, tokenizer, args):
     """Load the Pairs of a dataset. Raise ValueError if an example is not a pair, or none is left.
 
-    Its columns are `chosen` and `rejected`, and `prompt` unless these contain it. Responses do not
-    contain the stop token.
+    The columns are `chosen` and `rejected`, and also `prompt` unless these two contain it.
+    Responses do not contain the stop token.
     """
     rows = load_rows(path, config, split)
     pairs, notes = [], Counter()
-    # As in PPO, a run that is resumed on another day must make the same pairs
+    # A run that is resumed on another day must make the same pairs
     variables = {"strftime_now": date.fromisoformat(args.start_day).strftime}
     for index, row in enumerate(rows):
         with ppo.naming_row(path, index):
@@ -230,24 +229,24 @@ def load_pairs(accelerator, path, config, split, tokenizer, args):
             pairs.append(pair)
             if not all(response_ids):
                 notes["with an empty response"] += 1
-    noted = ", ".join(f"{count} {note}" for note, count in notes.items())
+    counts = ", ".join(f"{count} {note}" for note, count in notes.items())
     if not pairs:
-        raise ValueError(f"{path}: none of {len(rows)} pairs is left: {noted}")
-    if noted:
-        accelerator.print(f"{path}: of {len(rows)} pairs: {noted}")
+        raise ValueError(f"{path}: none of {len(rows)} pairs is left: {counts}")
+    if counts:
+        accelerator.print(f"{path}: of {len(rows)} pairs: {counts}")
     return pairs
 
 
 def as_ppo_args(args):
-    """Return PPO's Args for its functions, with these values where names agree, else defaults."""
-    both = {field.name for field in fields(ppo.Args)} & vars(args).keys()
-    return ppo.Args(**{name: getattr(args, name) for name in both})
+    """Return PPO's Args for its functions, with the values of the options that both files have."""
+    names = {field.name for field in fields(ppo.Args)} & vars(args).keys()
+    return ppo.Args(**{name: getattr(args, name) for name in names})
 
 
 def load_reward_model(args, pad_token_id):
     """Load a RewardModel, whose scores are (rows, length).
 
-    A language model has no head for this. A new head has a standard deviation of
+    A language model has no head for scores. It gets a random one with a standard deviation of
     1/sqrt(hidden_size + 1) (2009.01325, p. 11).
     """
     path, auto_class = args.model_name_or_path, AutoModelForSequenceClassification
@@ -263,8 +262,8 @@ def load_reward_model(args, pad_token_id):
 def preference_loss(chosen, rejected, center_rewards_coefficient):
     """Return -log sigmoid(chosen - rejected) per pair (Bradley-Terry), plus a centering term.
 
-    The term is the coefficient times (chosen + rejected)^2. Pairs do not determine the level of
-    the scores, so this term can choose it (2312.09244). All tensors are (pairs,).
+    The term is the coefficient times (chosen + rejected)^2. Pairs determine only differences of
+    scores, so this term can set their level (2312.09244). All tensors are (pairs,).
 
     >>> preference_loss(torch.tensor([1.0]), torch.tensor([1.0]), 0.25)
     tensor([1.6931])
@@ -273,14 +272,14 @@ def preference_loss(chosen, rejected, center_rewards_coefficient):
     return loss + center_rewards_coefficient * (chosen + rejected) ** 2
 
 
-def cut_pairs(accelerator, pairs, indices, size):
-    """Split this rank's part of the pairs at some indices into micro-batches of `size` indices.
+def split_into_micro_batches(accelerator, pairs, indices, size):
+    """Split this rank's part of some pairs, given by their indices, into micro-batches.
 
-    A micro-batch is padded to its longest row, so it gets pairs of similar length.
+    A micro-batch has at most `size` pairs of similar length, because it is padded to the longest.
     """
-    in_order = sorted(indices, key=lambda index: (pairs[index].length, index))
-    share = in_order[accelerator.process_index :: accelerator.num_processes]
-    return [share[start : start + size] for start in range(0, len(share), size)]
+    by_length = sorted(indices, key=lambda index: (pairs[index].length, index))
+    of_rank = by_length[accelerator.process_index :: accelerator.num_processes]
+    return [of_rank[start : start + size] for start in range(0, len(of_rank), size)]
 
 
 def score_pairs(accelerator, reward_model, pairs, indices):
@@ -299,12 +298,12 @@ def score_all(accelerator, reward_model, pairs, args):
 
     Every rank must call this, in the same order.
     """
-    whole = torch.zeros(2, len(pairs), device=accelerator.device)
-    all_indices = range(len(pairs))
-    for indices in cut_pairs(accelerator, pairs, all_indices, args.per_device_train_batch_size):
-        whole[:, indices] = score_pairs(accelerator, reward_model, pairs, indices)
-    # A pair is 0 on all ranks except one, so the sum is exact
-    return accelerator.reduce(whole)
+    scores = torch.zeros(2, len(pairs), device=accelerator.device)
+    size = args.per_device_train_batch_size
+    for indices in split_into_micro_batches(accelerator, pairs, range(len(pairs)), size):
+        scores[:, indices] = score_pairs(accelerator, reward_model, pairs, indices)
+    # A pair's scores are 0 on all ranks except one, so the sum over ranks is exact
+    return accelerator.reduce(scores)
 
 
 def accumulate_gradients(accelerator, reward_model, pairs, mini_batch, args):
@@ -314,9 +313,8 @@ def accumulate_gradients(accelerator, reward_model, pairs, mini_batch, args):
     does not depend on how the mini-batch is split. Metrics are means over the pairs. Every rank
     must call this, in the same order.
     """
-    micro_batches = cut_pairs(accelerator, pairs, mini_batch, args.per_device_train_batch_size)
-    sums = Counter()
-    for indices in micro_batches:
+    sums, size = Counter(), args.per_device_train_batch_size
+    for indices in split_into_micro_batches(accelerator, pairs, mini_batch, size):
         chosen, rejected = score_pairs(accelerator, reward_model, pairs, indices)
         loss = preference_loss(chosen, rejected, args.center_rewards_coefficient)  # (pairs,)
         (loss.sum() / len(mini_batch)).backward()
@@ -357,8 +355,8 @@ def main(args):
     tokenizer = ppo.load_tokenizer(as_ppo_args(args))
     stop_token = tokenizer.eos_token if args.stop_token == "eos" else args.stop_token
     args.stop_token_id = tokenizer.get_vocab()[stop_token]
-    # transformers' forward pass reads the last token that is not padding. The stop token is the
-    # last one, so it must not be the pad token
+    # transformers reads the score at the last token that is not padding, which is the stop token.
+    # It must therefore not be the pad token
     if tokenizer.pad_token_id in (None, args.stop_token_id):
         tokenizer.pad_token_id = (args.stop_token_id + 1) % len(tokenizer)
     source = args.dataset, args.dataset_config, args.dataset_split
@@ -378,7 +376,7 @@ def main(args):
     # ---- The model
     model = load_reward_model(args, tokenizer.pad_token_id)
     reward_model = ppo.place_model(accelerator, model, args)
-    # Padding must not affect the tokens before it, so a token's score must not depend on later ones
+    # A token's score must not depend on later tokens, because these can be padding
     input_ids = torch.arange(8, device=accelerator.device)[None]
     embeddings = model.model.get_input_embeddings().weight  # (vocabulary, hidden_size)
     if torch.autograd.grad(model(input_ids, None)[0, 0], embeddings)[0][1:].any():
@@ -388,19 +386,19 @@ def main(args):
     trained_models = {"reward_model": (reward_model, optimizer)}
     ppo.load_checkpoint(trained_models, checkpoint_dir)
 
-    # ---- The run's folder and the tracker, as PPO has them
+    # ---- The run's folder and the tracker, by PPO's functions
     rows = [SimpleNamespace(token_ids=pair.chosen_ids) for pair in train_pairs]
     ppo.open_run(accelerator, run_dir, checkpoint_dir, state, rows, args)
 
     # ---- The loop. Each epoch has its own permutation of the pairs
     generator = torch.Generator().manual_seed(args.seed)
-    passes = range(args.num_train_epochs)
-    order = [torch.randperm(len(train_pairs), generator=generator) for _ in passes]
-    order = torch.cat(order).tolist()  # indices of train_pairs
+    epochs = range(args.num_train_epochs)
+    orders = [torch.randperm(len(train_pairs), generator=generator) for _ in epochs]
+    order = torch.cat(orders).tolist()  # indices of train_pairs
     for training_step in range(first_step, args.num_updates + 1):
         step_start = time.perf_counter()
 
-        # 1. Save a checkpoint of the model after the previous update, if this process made it
+        # 1. Save a checkpoint of the model after the previous update, if this process made that one
         done = training_step - 1
         if args.save_freq and done % args.save_freq == 0 and training_step > first_step:
             state["seconds"] = time.time() - start_time

@@ -1,6 +1,6 @@
-"""What the programs beside this share: a script is started, waited for, its metrics are read."""
+"""Run a script and read its metrics, for the programs in this folder."""
 
-import importlib
+import argparse
 import json
 import os
 import re
@@ -12,8 +12,15 @@ from pathlib import Path
 REPO = Path(__file__).resolve().parents[2]
 
 
+def make_parser(docstring):
+    """Return a parser whose --help prints a program's docstring as it is."""
+    return argparse.ArgumentParser(
+        description=docstring, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+
+
 def flags_of(options):
-    """Options as words of a command line.
+    """Return options as words of a command line.
 
     >>> flags_of({"response_length": 8, "async_mode": False})
     ['--response_length', '8', '--no-async_mode']
@@ -28,7 +35,7 @@ def flags_of(options):
 
 
 def debug_command(name):
-    """Script and flags of scripts/train/debug/NAME.sh, without its set-up and its launcher."""
+    """Return the script and the flags that scripts/train/debug/NAME.sh launches."""
     text = (REPO / f"scripts/train/debug/{name}.sh").read_text("utf-8")
     last_command = text.partition("\nexec ")[2].partition(" -- ")[2].replace("\\\n", " ")
     last_command = re.sub(r"\$\{\w+:-(.*?)\}", r"\1", last_command)  # ${SCRIPT:-its default}
@@ -48,7 +55,7 @@ def read_lines(path):
 
 
 def rounded(value):
-    """Four digits of a figure; None: the run does not have it.
+    """Round a number to four digits. None, which stands for a missing figure, stays None.
 
     >>> rounded(0.0123456), rounded(None)
     (0.01235, None)
@@ -57,33 +64,22 @@ def rounded(value):
 
 
 def run(words, folder, threads=1, expected=None, watch=None, **environment):
-    """Runs `python WORDS` with folder/run as the run's folder.
+    """Run `python WORDS` with folder/run as the run's folder.
 
-    Returns the lines of its metrics.jsonl, and what it said. If it fails, this program ends with
-    what it said, unless that has a line which begins with `expected`. watch(process) is called in
-    the meantime; it returns when the process has ended.
+    Return the lines of its metrics.jsonl, and its output. If it fails, end this program with that
+    output, unless a line of the output starts with `expected`. While it runs, call watch(process),
+    which must return when the process has ended.
     """
     command = [sys.executable, *words, *flags_of({"output_dir": folder, "run_name": "run"})]
     environment = os.environ | {"OMP_NUM_THREADS": str(threads)} | environment
-    output = Path(folder, "output.txt")
-    with open(output, "w", encoding="utf-8") as file:
+    path = Path(folder, "output.txt")
+    with open(path, "w", encoding="utf-8") as file:
         options = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": subprocess.STDOUT}
         with subprocess.Popen(command, cwd=REPO, env=environment, **options) as process:
             if watch:
                 watch(process)
-    said = output.read_text("utf-8")
-    if process.returncode and not (expected and f"\n{expected}" in f"\n{said}"):
-        sys.exit(f"{shlex.join(map(str, command))}\n{said}")
+    output = path.read_text("utf-8")
+    if process.returncode and not (expected and f"\n{expected}" in f"\n{output}"):
+        sys.exit(f"{shlex.join(map(str, command))}\n{output}")
     metrics = Path(folder, "run/metrics.jsonl")
-    return read_lines(metrics) if metrics.exists() else [], said
-
-
-def call_main(path, flags, change):
-    """Does what `python PATH FLAGS` does, after change(script) of the module; in this process."""
-    sys.path.insert(0, str(Path(path).resolve().parent))  # vLLM's process imports it, too
-    script = importlib.import_module(Path(path).stem)
-    change(script)
-    try:
-        script.main(script.tyro.cli(script.Args, args=flags))
-    except BaseException as error:
-        script.end_at_once(error)
+    return read_lines(metrics) if metrics.exists() else [], output

@@ -1,22 +1,23 @@
-"""Eleven mistakes, most of them bugs of others, each beside the right run and told by a metric.
+"""Run eleven deliberate bugs beside the correct scripts. A metric shows each bug.
 
     python scripts/benchmark/failures.py temperature      # a minute or two; without a name: all
     python scripts/benchmark/failures.py temperature --seeds 1 2 3
-    # write the task, and print the commands; the last one has check_sampler off
-    python scripts/benchmark/failures.py temperature --show
+    python scripts/benchmark/failures.py temperature --show    # print commands, write the task
 
-A bug is a diff of a few lines, scripts/forks/bugs/NAME.diff; docs/bug_gallery.md tells where it is
-from. FAILURES says on which task it is seen, by which metric. The runs are those of the debug
-commands, or of a small task where sorting digits cannot show it (scripts/failures/tasks.py): the
-script as it is ("right"); with the diff; and without checks, if check_sampler has ended that. The
-mean of the metric over its steps is shown, and of the scores of the last five steps.
-output/failures.jsonl gets their lines, as docs/data/failures.jsonl has them; `sources` stands for
-the diff and the task.
+Most of the bugs occurred in other projects (docs/bug_gallery.md). A bug is a diff of a few lines,
+scripts/forks/bugs/NAME.diff. FAILURES says which task and which metric show it. The task is that of
+a debug command, or a small one of scripts/failures/tasks.py if sorting digits cannot show the bug.
+
+Each bug has three runs: the correct script, the script with the diff, and, if check_sampler has
+ended that, the script with the diff and without this check. The program prints the mean of the
+metric over its steps, and the mean score of the last five steps. It adds the runs to
+output/failures.jsonl, in the form of docs/data/failures.jsonl, where `sources` is a hash of the
+diff and the task.
 """
 
-import argparse
 import contextlib
 import hashlib
+import importlib
 import json
 import re
 import shlex
@@ -27,38 +28,38 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from debug_runs import REPO, call_main, debug_command, make_debug_assets, rounded, run
+from debug_runs import REPO, debug_command, make_debug_assets, make_parser, rounded, run
 
 sys.path += [str(REPO / "scripts" / folder) for folder in (".", "failures", "train/debug")]
 import fork
 
 RESULTS = REPO / "output/failures.jsonl"
-TASKS = "output/failures"  # each task of tasks.py has a folder there
+TASKS = "output/failures"  # each task of tasks.py writes a folder there
 REWARDS = "scripts/failures/rewards.py"
-CAUGHT = "RuntimeError: vLLM's log-probabilities differ"  # check_sampler's message begins so
-# In lines of results, beside the metrics that tell
-ALSO_KEPT = {"objective/scores", "eval/verifiable_correct_rate", "policy/entropy_avg"}
+CAUGHT = "RuntimeError: vLLM's log-probabilities differ"  # the beginning of check_sampler's error
+# The results have these metrics, and those of all FAILURES
+ALSO_RECORDED = {"objective/scores", "eval/verifiable_correct_rate", "policy/entropy_avg"}
 
 
 def debug_task(name, episodes, flags=""):
-    """Script and flags of a debug command, and what else is said."""
-    script, *own = debug_command(name)
-    return script, [*own, "--total_episodes", str(episodes), *flags.split()]
+    """Return the script and the flags of a debug command, with further flags."""
+    script, *debug_flags = debug_command(name)
+    return script, [*debug_flags, "--total_episodes", str(episodes), *flags.split()]
 
 
 @dataclass(frozen=True)
 class Failure:
-    """How a bug is shown: NAME.diff on a task, and what tells the wrong run from the right one."""
+    """Describe how a bug is shown."""
 
-    command: tuple[str, list[str]]  # script and flags, but for those of a run
+    command: tuple[str, list[str]]  # the script, and its flags except the seed
     metric: str
-    steps: tuple[int, int]  # the mean over these, first and last, is compared
-    task: str | None = None  # the function of tasks.py that writes it
-    wrong_flags: str = ""  # of the wrong runs alone
+    steps: tuple[int, int]  # the mean of the metric from the first to the last of them is compared
+    task: str | None = None  # the function of tasks.py that writes the task
+    wrong_flags: str = ""  # further flags of the runs with the bug
 
 
 GRPO, PPO = debug_task("grpo", 40 * 512), debug_task("ppo", 20 * 512)
-# Responses that have to learn to stop
+# The model's responses are too long, and it has to learn to end them
 CHATTY = debug_task(
     "grpo",
     20 * 512,
@@ -68,7 +69,7 @@ CHATTY = debug_task(
     --reward_fn {REWARDS}:answer_first --reward_workers 1
     """,
 )
-# In 30 steps, so that the learning rate is nearly 0 in the last
+# After 30 steps the learning rate is nearly 0
 SYSTEM_PROMPT = debug_task(
     "grpo",
     30 * 256,
@@ -94,7 +95,7 @@ ONE = f"""
     --learning_rate 0.001 --value_learning_rate 0.0001 --reward_fn {REWARDS}:one {RANDOM_MODEL}
 """
 DEAD = f"--reward_fn {REWARDS}:sorting_then_dead --reward_workers 1"
-# A right run is the same with any micro-batches
+# The correct run is the same with micro-batches of any size
 SMALL = "--per_device_train_batch_size 16"
 
 FAILURES = {
@@ -119,24 +120,24 @@ FAILURES = {
 
 
 def runs_of(name, seed):
-    """The runs of a failure: right; wrong; wrong without the check.
+    """Return three runs: without the bug, with it, and with it but without the check.
 
-    A run is what its line of results begins with; a diff of None is the script as it is.
+    A run is the first part of its line in the results. Its diff is None without the bug.
     """
     failure = FAILURES[name]
     script, flags = failure.command
     sources = ["tasks.py", "rewards.py"] if failure.task else []
-    right = {"script": script, "diff": None, "checks": "on", "flags": flags, "seed": seed}
-    right["sources"] = hash_of(sources)
+    correct = {"script": script, "diff": None, "checks": "on", "flags": flags, "seed": seed}
+    correct["sources"] = hash_of(sources)
     if "reward_fn" in failure.wrong_flags and not failure.task:
         sources = ["rewards.py"]
-    wrong = right | {"diff": name, "flags": [*flags, *failure.wrong_flags.split()]}
+    wrong = correct | {"diff": name, "flags": [*flags, *failure.wrong_flags.split()]}
     wrong["sources"] = hash_of([*sources, f"{name}.diff"])
-    return right, wrong, wrong | {"checks": "off"}
+    return correct, wrong, wrong | {"checks": "off"}
 
 
 def hash_of(names):
-    """A hash of diffs and of what is beside the REWARDS; of diffs the lines that they change."""
+    """Return a hash of files beside REWARDS, and of the lines that diffs change."""
     folders = {".diff": fork.FAILURES, ".py": (REPO / REWARDS).parent}
     paths = [folders[Path(name).suffix] / name for name in names]
     texts = [path.read_text("utf-8") for path in paths]
@@ -147,9 +148,9 @@ def hash_of(names):
 
 
 def start(script, diff, checks, flags, seed, **_):
-    """Makes a run; returns its metrics, and check_sampler's message if that has ended it.
+    """Start a run. Return its metrics, and check_sampler's error or None.
 
-    The program ends if the run fails, unless that was check_sampler ending a wrong one.
+    Any other error, or one of check_sampler in a run without the bug, ends this program.
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, script)
@@ -159,56 +160,58 @@ def start(script, diff, checks, flags, seed, **_):
             shutil.copy(REPO / script, path)
         words = [__file__, "--run", checks, path, *flags, "--seed", str(seed)]
         may_end = diff and checks == "on"
-        metrics, said = run(words, folder, expected=CAUGHT if may_end else None)
-    error = re.search(f"^{re.escape(CAUGHT)}.*", said, re.MULTILINE)
+        metrics, output = run(words, folder, expected=CAUGHT if may_end else None)
+    error = re.search(f"^{re.escape(CAUGHT)}.*", output, re.MULTILINE)
     return metrics, error and error[0]
 
 
 def value_of(failure, line):
-    """The mean of a failure's metric over its steps."""
+    """Return the mean of a failure's metric over its steps."""
     first, last = failure.steps
     return statistics.fmean(line["metrics"][failure.metric][first - 1 : last])
 
 
 def compare(name, seed):
-    """Makes the runs of a failure, prints what tells them apart, and adds their lines to a file."""
+    """Start the runs of a failure, print how they differ, and add their lines to the results."""
     failure, error = FAILURES[name], None
-    kept = {each.metric for each in FAILURES.values()} | ALSO_KEPT
-    for one in runs_of(name, seed):
-        if one["checks"] == "off" and not error:
+    recorded = {failure.metric for failure in FAILURES.values()} | ALSO_RECORDED
+    for settings in runs_of(name, seed):
+        if settings["checks"] == "off" and not error:
             break
-        metrics, error = start(**one)
-        names = sorted(kept & {key for line in metrics for key in line})
+        metrics, error = start(**settings)
+        names = sorted(recorded & {key for line in metrics for key in line})
         values = {key: [rounded(line.get(key)) for line in metrics] for key in names}
-        line = one | {"completed_steps": len(metrics), "error": error, "metrics": values}
+        line = settings | {"completed_steps": len(metrics), "error": error, "metrics": values}
         with open(RESULTS, "a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
-        said = f"ended in step {len(metrics) + 1} by check_sampler"
-        if not error:
+        if error:
+            result = f"check_sampler ended it in step {len(metrics) + 1}"
+        else:
             scores = statistics.fmean(values["objective/scores"][-5:])
-            said = f"{value_of(failure, line):.3g}, last scores {scores:.3g}"
-        unchecked = ", no check" * (one["checks"] == "off")
-        print(f"{one['diff'] or 'right'}{unchecked}, seed {seed}: {said}", flush=True)
+            result = f"{value_of(failure, line):.3g}, last scores {scores:.3g}"
+        unchecked = ", no check" * (settings["checks"] == "off")
+        print(f"{settings['diff'] or 'correct'}{unchecked}, seed {seed}: {result}", flush=True)
 
 
 def show(name, seed):
-    """Prints how a script with the bug is made and run, and the right script."""
-    right, wrong, _ = runs_of(name, seed)
-    copy = f"{right['script'].partition('_')[0]}_{name}.py"
+    """Print how to make and run a script with the bug, and how to run the correct script."""
+    correct, wrong, _ = runs_of(name, seed)
+    copy = f"{correct['script'].partition('_')[0]}_{name}.py"
     unchecked = f"scripts/benchmark/failures.py --run off {copy}"
     print(f"python scripts/fork.py --bug {name} {copy}")
-    for program, one in ((copy, wrong), (right["script"], right), (unchecked, wrong)):
-        print(f"python {program} {shlex.join(one['flags'])} --seed {seed}")
+    for program, settings in ((copy, wrong), (correct["script"], correct), (unchecked, wrong)):
+        print(f"python {program} {shlex.join(settings['flags'])} --seed {seed}")
 
 
 def write_task(name):
+    """Write a task of tasks.py. It is the same to the bit for any number of CPU cores."""
     import tasks
     import torch
     import transformers
 
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    torch.set_num_threads(1)  # the same bits for any number of cores
+    torch.set_num_threads(1)
     torch.manual_seed(1)
     folder = REPO / TASKS / name
     shutil.rmtree(folder, ignore_errors=True)
@@ -218,24 +221,28 @@ def write_task(name):
         getattr(tasks, name)(folder)
 
 
-def without_checks(script):
-    script.check_sampler = lambda *_, **__: 0.0
+def run_script(checks, path, *flags):
+    """Run `python PATH FLAGS` in this process, without check_sampler if `checks` is "off"."""
+    sys.path.insert(0, str(Path(path).resolve().parent))  # vLLM's process imports it as well
+    script = importlib.import_module(Path(path).stem)
+    if checks == "off":
+        script.check_sampler = lambda *_, **__: 0.0
+    try:
+        script.main(script.tyro.cli(script.Args, args=flags))
+    except BaseException as error:
+        script.end_at_once(error)
 
 
 def main():
     if sys.argv[1:2] == ["--run"]:
-        checks, path, *flags = sys.argv[2:]
-        call_main(path, flags, without_checks if checks == "off" else lambda script: None)
-        return
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+        return run_script(*sys.argv[2:])
+    parser = make_parser(__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(FAILURES))
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1])
-    parser.add_argument("--show", action="store_true", help="print commands, write the task")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1], help="Seeds of the runs (1).")
+    parser.add_argument("--show", action="store_true", help="Print commands and write the task.")
     args = parser.parse_args()
     if unknown := set(args.names) - set(FAILURES):
-        parser.error(f"unknown: {', '.join(sorted(unknown))}")
+        parser.error(f"there is no failure {', '.join(sorted(unknown))}")
     RESULTS.parent.mkdir(exist_ok=True)
     make_debug_assets()
     for name in args.names or FAILURES:
@@ -247,5 +254,5 @@ def main():
             (show if args.show else compare)(name, seed)
 
 
-if __name__ == "__main__":  # vLLM's processes import this file too
+if __name__ == "__main__":  # vLLM's processes import this file as well
     main()

@@ -1,28 +1,20 @@
-"""What a learner holds of its GPU, by PyTorch's own count, beside what the preflight plans for it.
+"""Count the memory of a learner's GPU with PyTorch. Tests compare it with the preflight's plan.
 
-    python scripts/benchmark/fake_memory.py  # some minutes
-
-It prints GiB for the cells of README's table of what fits, and ends with status 1 where plan and
-count are more than a tenth apart.
-
-Tensors are fake (FakeTensorMode): they have shapes and no memory, so any machine will do. The
-scripts' own functions load the models, place and run them, and make the optimizers. torch's
-MemTracker adds up what is alive, in the forward passes of a step and in a micro-batch's passes
-there and back, when gradients and AdamW's moments are there. Ranks are those of torch's fake
-process group, which sends nothing. No kernel runs: not counted are what kernels work with, the
-allocator's fragments, CUDA's contexts, NCCL's buffers, and vLLM. Attention is a CPU's, which is
-fused as a GPU's is.
+Tensors are fake (FakeTensorMode): they have shapes but no memory, so the count runs on any
+computer. The scripts' own functions load the models, place and run them, and make the optimizers.
+torch's MemTracker adds up the live tensors in a step's forward passes, and in the forward and
+backward pass of a micro-batch, after gradients and AdamW's moments have been allocated. The ranks
+are those of torch's fake process group, which sends nothing. Because no kernel runs, the count does
+not include workspaces of kernels, fragmentation in the allocator, CUDA contexts, NCCL's buffers,
+and vLLM. Attention is that of a CPU, which is fused like a GPU's.
 """
 
 import contextlib
 import copy
 import functools
-import sys
-import warnings
 from types import SimpleNamespace
 from unittest import mock
 
-import fits
 import learner
 import torch
 from internal import resource_plan as plan
@@ -33,11 +25,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import masking_utils
 
-LIMIT = 0.1  # that plan and count may be apart
-
 
 class Tracker(MemTracker):
-    """MemTracker without its hooks on modules: sums alone. On frozen parameters they would fail."""
+    """Track memory without MemTracker's hooks on modules, which fail on frozen parameters."""
 
     def ignore(self, *_):
         pass
@@ -45,7 +35,7 @@ class Tracker(MemTracker):
     _pre_fw_hook = _post_fw_hook = _pre_bw_hook = _post_bw_hook = ignore
 
     def peak(self):
-        """Bytes at the moment with the most."""
+        """Return the largest number of bytes at any moment."""
         (kinds,) = self.get_tracker_snapshot("peak").values()
         return kinds["Total"]
 
@@ -54,7 +44,7 @@ class Tracker(MemTracker):
 
 
 def load_models(run):
-    """PolicyModels and ValueModels on "meta", by the roles that they have in the plan."""
+    """Return {role in the plan: the script's wrapper of a model on "meta"}."""
     script, args, models = run.script, run.args, {}
     trained = plan.trained_models(run)
     for role, model in (trained | plan.frozen_weights(run)).items():
@@ -70,10 +60,10 @@ def load_models(run):
 
 
 def fill(model):
-    """Gives a model on "meta" the tensors of this mode. Tied weights stay tied."""
+    """Replace a model's tensors on "meta" by fake ones. Tied weights stay tied."""
 
     @functools.cache
-    def filled(tensor):
+    def fake(tensor):
         new = torch.empty(tensor.shape, dtype=tensor.dtype)
         if isinstance(tensor, nn.Parameter):
             return nn.Parameter(new, tensor.requires_grad)
@@ -83,12 +73,12 @@ def fill(model):
         for tensors in (module._parameters, module._buffers):
             for name, tensor in tensors.items():
                 if tensor is not None and tensor.is_meta:
-                    tensors[name] = filled(tensor)
+                    tensors[name] = fake(tensor)
 
 
 @contextlib.contextmanager
 def fake_ranks(run):
-    """Has fully_shard take this process for one of the run's learners."""
+    """Let fully_shard treat this process as one of the run's ranks."""
     world_size = run.options.num_processes
     torch.distributed.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
     mesh = init_device_mesh("cpu", (world_size,))
@@ -103,10 +93,11 @@ def fake_ranks(run):
 # --------------------------------------------------------------------------------------- the count
 
 
-def read_pass(run, model):
-    """What a PolicyModel or a ValueModel gives for a micro-batch, for its loss.
+def forward_pass(run, model):
+    """Return the log-probabilities or values of a micro-batch.
 
-    Fake masks do not tell how many response tokens there are, so PolicyModel.forward is told.
+    PolicyModel.forward is replaced, because it selects the response tokens by the mask, and a fake
+    mask has no values.
     """
     script, args = run.script, run.args
     tokens = args.micro_batch_tokens
@@ -117,25 +108,25 @@ def read_pass(run, model):
         hidden = hidden[:, :-1][responses, responses]
         return script.ChunkedHead.read(policy.model, hidden, responses, args)
 
-    # transformers asks positions whether rows are packed. Fake ones do not tell, and it would make
-    # a mask, with which attention takes more
+    # From positions, transformers infers whether rows are packed. Fake positions have no values, so
+    # it would make a mask, with which attention needs more memory
     not_packed = mock.patch.object(masking_utils, "find_packed_sequence_indices", lambda _: None)
     with not_packed, mock.patch.object(script.PolicyModel, "forward", forward):
         outputs = model(torch.zeros(1, tokens, dtype=torch.long), torch.ones(1, tokens))
     return outputs[0] if isinstance(outputs, tuple) else outputs
 
 
-def run_passes(run, models, roles):
-    """The forward passes of a step, then forward and backward of a micro-batch; roles: trained."""
+def run_passes(run, models, trained_roles):
+    """Run a step's forward passes, and then the forward and backward pass of a micro-batch."""
     with torch.no_grad():
         for model in models.values():
-            read_pass(run, model)
-    for role in reversed(roles):  # first the value model
-        read_pass(run, models[role]).mean().backward()
+            forward_pass(run, model)
+    for role in reversed(trained_roles):  # the value model first, as in the scripts
+        forward_pass(run, models[role]).mean().backward()
 
 
 def count(run):
-    """Bytes of a learner's tensors, at the moment of a step with the most."""
+    """Return the bytes of a learner's tensors at the moment of a step with the most."""
     script, args, options = run.script, run.args, run.options
     is_sharded = bool(options.num_shards())
     accelerator = SimpleNamespace(is_fsdp2=True)
@@ -149,38 +140,15 @@ def count(run):
             if is_sharded:
                 script.place_model(accelerator, model, args)
         optimizers = [script.make_optimizer(models[role], args) for role in roles]
-        # Outside of the tracker, which would count sharded tensors as whole ones there
+        # The step allocates the moments. Under the tracker it would count sharded tensors in full
         masters = []
         for optimizer in optimizers:
-            optimizer.step()  # which makes the moments
+            optimizer.step()
             masters += optimizer.param_groups[0]["params"]
         tracker = Tracker()
         tracker.track_external(*models.values(), *optimizers)
-        # Which belong to no model
+        # The masters belong to no model
         tracker.track_external(*masters, *(master.grad for master in masters))
         with tracker:
             run_passes(run, models, roles)
     return tracker.peak()
-
-
-def main():
-    warnings.filterwarnings("ignore")
-    far = []
-    print("| run | plan | count | plan / count |\n|---|---|---|---|")
-    for row, words in fits.ROWS.items():
-        titles = ("GRPO", "PPO", "GRPO, adapters", "PPO, adapters")
-        for title, found in zip(titles, fits.largest_of(words), strict=True):
-            if found is None:  # nothing fits
-                continue
-            size, _, run = found
-            name, needed, counted = f"{row}: {title}, {size} B", plan.learner_needs(run), count(run)
-            sizes = f"{needed / plan.GIB:.1f} | {counted / plan.GIB:.1f}"
-            print(f"| {name} | {sizes} | {needed / counted:.2f} |", flush=True)
-            if abs(needed / counted - 1) > LIMIT:
-                far.append(name)
-    if far:
-        sys.exit(f"more than {LIMIT:.0%} apart: {'; '.join(far)}")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,27 +1,30 @@
-"""A learner's steps without vLLM: seconds, MFU and memory, and where the time of a GPU goes.
+"""Measure a learner's steps without vLLM: seconds, MFU, memory, and what a GPU spends its time on.
 
-    python scripts/benchmark/learner.py                # the grid, on a GPU: within five minutes
+    python scripts/benchmark/learner.py                # all cells, on a GPU: within five minutes
     python scripts/benchmark/learner.py '{"size": "1.5", "micro_batch_tokens": 32768}'  # one cell
 
-Without a GPU the default is a tiny cell, which takes seconds. It needs torch, transformers and
-accelerate, and pandas, psutil and pyarrow, which the scripts import. tyro and datasets may be
-missing. Models have random weights. Steps 5 to 7 of ppo_vllm_async.py run by its own functions, on
-64 rows of 560 tokens, 504 of them the response's. With "tail" responses are shorter, most of them.
+Without a GPU it measures one tiny cell, in seconds. It needs torch, transformers, accelerate,
+pandas, psutil and pyarrow, but neither vLLM, tyro nor datasets. Models have random weights. Steps 5
+to 7 of ppo_vllm_async.py run by its own functions, on 64 rows of 560 tokens, of which 504 are the
+response's.
 
 A cell is a JSON line:
-    seconds         of a step's phases: medians of three steps, after one to warm up. `weights` is
-                    what gather_weights does before any message
-    tokens_per_s    of an update, for each model that trains
-    mfu, hfu        of the update, by 6 N and attention; hfu counts the recomputed forward pass
-    allocated_gib, reserved_gib    the peak, by PyTorch
-    op_us           microseconds of an operation on one number, which is the machine's own cost
-    ratio           the largest |new/old - 1| of the first update: 0 without compiled layers on CPUs
-    grad_norm       of the first update, which must be the same in all cells of a size, up to 1e-3
-    graphs          that were compiled
-    syncs           {line of the script: how often the host waited for the GPU in a step}
-    busy            of a profiled step: the part of its time in which the GPU had a kernel to run
-    kernels, ops    launched on the GPU, or counted on the CPU
-    dearest         ten kernels, with their milliseconds
+    seconds         Seconds of each phase of a step, as the median of three steps after a warm-up.
+                    `weights` is what gather_weights does before any message.
+    tokens_per_s    Tokens of an update per second, summed over the trained models.
+    mfu, hfu        Model and hardware FLOPs utilization of the update, with 6 N FLOPs per token and
+                    attention. hfu includes the recomputed forward pass.
+    allocated_gib, reserved_gib    Peaks by PyTorch.
+    op_us           Microseconds of an operation on one number, which depend only on the computer.
+    ratio           The largest |new/old - 1| in the first update. On CPUs without compiled layers
+                    it is 0.
+    grad_norm       Norm of the first update's gradient. In all cells of a size it must be the same,
+                    up to 1e-3.
+    graphs          Number of compiled graphs.
+    syncs           {line of the script: how often the host waited there for the GPU in a step}
+    busy            Fraction of a profiled step in which the GPU had a kernel to run.
+    kernels, ops    Number of kernels on the GPU, or of operations on the CPU.
+    slowest         The ten kernels that took the most milliseconds.
 A cell that fails has an "error", and the next one runs.
 """
 
@@ -52,7 +55,7 @@ from internal import resource_plan as plan
 from shapes import config_of
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-# Only a run needs these two
+# The script imports these two, but only a run uses them
 sys.modules |= {name: mock.MagicMock() for name in ("tyro", "datasets") if not find_spec(name)}
 script = importlib.import_module("ppo_vllm_async")
 
@@ -68,21 +71,21 @@ GRID = [
     {"compile_layers": True},
     {"compile_layers": True, "gradient_checkpointing": False},
     {"size": "1.5"},
-    # No GPU holds all layers of 8 B. So its MFU is that of four, with the whole head
+    # No GPU holds all layers of 8 B, so its MFU is measured with four layers and the whole head
     {"size": "8", "layers": 4, "value_model": False},
-    {"micro_batch_tokens": 4096},  # the first one again: what has drifted
+    {"micro_batch_tokens": 4096},  # the first cell again, which shows drift
 ]
 TINY = {"size": "tiny", "micro_batch_tokens": 300, "rows": 4, "prompt": 6, "response": 64}
 SYNCS = {"_local_scalar_dense", "nonzero", "masked_select"}  # ops that wait for a GPU
 
-# ------------------------------------------------------------------------------------- what counts
+# ---------------------------------------------------------------------------------- counting
 
 
 class Ops(TorchDispatchMode):
-    """Counts operations that a GPU would have a kernel for, and those that wait for it.
+    """Count operations for which a GPU runs a kernel, and operations that wait for the GPU.
 
-    seconds: what they take by a roofline. Each operation takes as long as its bytes at a bandwidth,
-    or its FLOPs at a rate, whichever is longer.
+    `seconds` is a roofline: each operation takes the time of its bytes at the bandwidth or of its
+    FLOPs at the rate, whichever is longer.
     """
 
     def __init__(self, rate=1.0, bandwidth=1.0):
@@ -104,10 +107,10 @@ class Ops(TorchDispatchMode):
         is_view = any(alias and not alias.is_write for alias in aliases) or name == "_unsafe_view"
         if is_view or function.namespace == "prim":
             return result
-        made = torch.utils._pytree.tree_leaves(result)
-        size = sum(tensor.nbytes for tensor in tensors + made if isinstance(tensor, torch.Tensor))
-        flops = flop_registry.get(function.overloadpacket)
-        flops = flops(*args, **kwargs, out_val=result) if flops else 0
+        tensors += torch.utils._pytree.tree_leaves(result)
+        size = sum(tensor.nbytes for tensor in tensors if isinstance(tensor, torch.Tensor))
+        count_flops = flop_registry.get(function.overloadpacket)
+        flops = count_flops(*args, **kwargs, out_val=result) if count_flops else 0
         self.count += 1
         self.seconds += max(size / self.bandwidth, flops / self.rate)
         return result
@@ -115,10 +118,11 @@ class Ops(TorchDispatchMode):
 
 @contextmanager
 def counting_syncs(syncs):
-    """Adds to syncs the line of the script for which the host waited for the GPU."""
+    """Count in syncs, by line of the script, how often the host waits for the GPU."""
 
     def note(*_, **__):
-        lines = [each for each in traceback.extract_stack() if each.filename == script.__file__]
+        frames = traceback.extract_stack()
+        lines = [frame for frame in frames if frame.filename == script.__file__]
         syncs[f"{lines[-1].name}: {lines[-1].line}" if lines else "a backward pass"] += 1
 
     with warnings.catch_warnings(), mock.patch.object(warnings, "showwarning", note):
@@ -134,7 +138,7 @@ def synchronize():
 
 
 def op_us():
-    """Microseconds of an operation on one number."""
+    """Return the microseconds of an operation on one number."""
     number = torch.zeros(1, device=DEVICE)
     start = time.perf_counter()
     for _ in range(10_000):
@@ -147,7 +151,7 @@ def op_us():
 
 
 def load_model(config, model_class, args, is_trained, device, script=script):
-    """A model with random weights, by the script's load_model."""
+    """Return a model with random weights that the script's load_model has made."""
 
     def from_pretrained(path, config, dtype, attn_implementation, **_):
         options = {"dtype": dtype, "attn_implementation": attn_implementation}
@@ -157,28 +161,26 @@ def load_model(config, model_class, args, is_trained, device, script=script):
     patch = mock.patch.object(script.AutoConfig, "from_pretrained", return_value=config)
     with patch, torch.device(device):
         model = script.load_model(loader, "", args, is_trained)
-    if hasattr(model, "score"):  # as in load_classifier
+    if hasattr(model, "score"):  # load_classifier does the same
         model.score.float().requires_grad_(is_trained)
     return model
 
 
 def make_responses(cell):
-    """Responses of random tokens, with the sampler's log-probabilities."""
+    """Return responses of random tokens, with invented log-probabilities of the sampler."""
     draw = np.random.default_rng(1)
     prompt_length, length = cell.get("prompt", PROMPT), cell.get("response", RESPONSE)
     responses = []
     for row in range(cell.get("rows", ROWS)):
         prompt_ids = draw.integers(2, 900, prompt_length).tolist()
         prompt = script.Prompt(f"row {row}", "", prompt_ids, None, None, None)
-        drawn = 1 + int(draw.exponential(length / 4))
-        count = min(drawn, length) if cell.get("tail") else length
-        ids, logprobs = draw.integers(2, 900, count), np.full(count, -7.0, np.float32)
+        ids, logprobs = draw.integers(2, 900, length), np.full(length, -7.0, np.float32)
         responses.append(script.Response(prompt, ids, logprobs, True, score=draw.normal()))
     return responses
 
 
 class Learner:
-    """The models of a cell, their optimizers, and a step."""
+    """Hold the models and the optimizers of a cell, and run its steps."""
 
     def __init__(self, cell):
         names = ("micro_batch_tokens", "gradient_checkpointing", "compile_layers", "dtype")
@@ -224,19 +226,15 @@ class Learner:
         batch.advantages = script.masked_whiten(advantages, batch.loss_mask)
 
     def update(self):
-        """Notes the largest |ratio - 1| before the update, and the policy's gradient norm."""
+        """Record the largest |ratio - 1| before the update, and the policy's gradient norm."""
         ratios = []
 
-        def losses_of(losses):
-            def noted(outputs, part, args):
-                if isinstance(outputs, tuple):  # a policy's
-                    difference = (outputs[0] - part.logprobs).detach() * part.mask
-                    ratios.append(difference.expm1().abs().max())
-                return losses(outputs, part, args)
+        def token_losses(outputs, micro_batch, args):
+            difference = (outputs[0] - micro_batch.logprobs).detach() * micro_batch.mask
+            ratios.append(difference.expm1().abs().max())
+            return script.token_losses(outputs, micro_batch, args)
 
-            return noted
-
-        models = [(model, losses_of(losses)) for model, losses in self.models]
+        models = [*self.models[:-1], (self.policy, token_losses)]
         divisor, sums = script.loss_divisor(self.batch.loss_mask), Counter()
         script.accumulate_gradients(
             self.accelerator, models, self.batch, self.rows, divisor, sums, self.args
@@ -252,7 +250,7 @@ class Learner:
             pass
 
     def step(self):
-        """Seconds of each phase."""
+        """Run a step, and return the seconds of each phase."""
         seconds = {}
         for phase in (self.forward, self.advantages, self.update, self.weights):
             synchronize()
@@ -267,7 +265,7 @@ class Learner:
 
 
 def profile(learner):
-    """What a GPU does in a step, or how many operations a CPU counts."""
+    """Return what the GPU does in a step, or without a GPU the number of operations."""
     if not HAS_GPU:
         with Ops() as ops:
             learner.step()
@@ -278,18 +276,20 @@ def profile(learner):
     activities = [torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profiler:
         seconds = sum(learner.step().values())
-    events = [each for each in profiler.key_averages() if each.self_device_time_total]
-    events.sort(key=lambda each: -each.self_device_time_total)
+    kernels = [event for event in profiler.key_averages() if event.self_device_time_total]
+    kernels.sort(key=lambda kernel: -kernel.self_device_time_total)
     return {
-        "busy": sum(each.self_device_time_total for each in events) / 1e6 / seconds,
-        "kernels": sum(each.count for each in events),
-        "dearest": {each.key[:60]: each.self_device_time_total / 1e3 for each in events[:10]},
+        "busy": sum(kernel.self_device_time_total for kernel in kernels) / 1e6 / seconds,
+        "kernels": sum(kernel.count for kernel in kernels),
+        "slowest": {
+            kernel.key[:60]: kernel.self_device_time_total / 1e3 for kernel in kernels[:10]
+        },
         "syncs": dict(syncs.most_common()),
     }
 
 
 def run_cell(cell):
-    """The figures of a cell."""
+    """Return the figures of a cell."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     host_us, learner = op_us(), Learner(cell)
@@ -299,31 +299,33 @@ def run_cell(cell):
     seconds = {phase: median(step[phase] for step in steps) for phase in steps[0]}
     tokens, longest = learner.batch.lengths.sum().item(), learner.batch.mask.shape[1]
     flops = [plan.flops_of(model.model, longest) for model, _ in learner.models]
-    update = tokens * sum(each[1] for each in flops)
-    again = tokens * sum(each[0] for each in flops) * learner.args.gradient_checkpointing
-    figures |= {"seconds": seconds}
+    update = tokens * sum(of_update for _, of_update in flops)
+    recomputed = tokens * sum(of_forward for of_forward, _ in flops)
+    if not learner.args.gradient_checkpointing:
+        recomputed = 0
+    figures["seconds"] = seconds
     figures["tokens_per_s"] = tokens * len(flops) / seconds["update"]
     figures["graphs"] = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     name = torch.cuda.get_device_name() if HAS_GPU else "no GPU"
     if peak := plan.peak_of(name):
         figures["mfu"] = update / seconds["update"] / peak[0]
-        figures["hfu"] = (update + again) / seconds["update"] / peak[0]
+        figures["hfu"] = (update + recomputed) / seconds["update"] / peak[0]
         figures["allocated_gib"] = torch.cuda.max_memory_allocated() / plan.GIB
         figures["reserved_gib"] = torch.cuda.max_memory_reserved() / plan.GIB
     return {"gpu": name} | figures | profile(learner)
 
 
 def rounded(value):
-    """Four digits of each number in a structure of dictionaries."""
+    """Round all numbers in nested dictionaries to four digits."""
     if isinstance(value, dict):
-        return {key: rounded(each) for key, each in value.items()}
+        return {key: rounded(item) for key, item in value.items()}
     return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
 def main(words):
     transformers_logging = script.transformers.utils.logging
     transformers_logging.set_verbosity_error()
-    torch.backends.cuda.enable_cudnn_sdp(False)  # as start_ranks does
+    torch.backends.cuda.enable_cudnn_sdp(False)  # start_ranks does the same
     for cell in [json.loads(word) for word in words] or (GRID if HAS_GPU else [TINY]):
         gc.collect()
         if HAS_GPU:

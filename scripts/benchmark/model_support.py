@@ -1,15 +1,15 @@
-"""Which kinds of models the scripts train: three steps of each with vLLM, in rows of a table.
+"""Find out which kinds of models the scripts can train, by three steps of each kind with vLLM.
 
     python scripts/benchmark/model_support.py                  # all of KINDS, a minute each
     python scripts/benchmark/model_support.py qwen3 llama
-    python scripts/benchmark/model_support.py --model PATH     # a folder, or the hub's
+    python scripts/benchmark/model_support.py --model PATH     # a folder or a name on the Hub
 
-A model of a kind is tiny and random. GRPO trains it without asynchrony, so in each step
-vLLM has sampled with the weights that the learner reads. A cell is the largest KL of the sampler to
-the learner in a step, with all weights or with adapters (the fork lora), or why the run ended.
+A model of a kind is tiny and random. GRPO trains it without asynchrony, so that vLLM generates each
+step with the weights that the learner has. A cell of the table is the largest KL of the sampler to
+the learner in a step, with full training or with adapters (the fork lora), or the error that ended
+the run.
 """
 
-import argparse
 import re
 import sys
 import tempfile
@@ -31,7 +31,7 @@ LINEAR |= {"linear_num_value_heads": 4, "linear_key_head_dim": 128, "linear_valu
 VISION = {"hidden_size": 32, "intermediate_size": 64, "depth": 1, "num_heads": 2}
 HYBRID = {"layer_types": ["attention"] * 2, "shared_intermediate_size": 128}
 UNTIED = {"tie_word_embeddings": False}
-# What else a tiny one needs
+# Further options that the config of a tiny model needs
 PLAIN = "qwen2 qwen3 llama mistral ministral3 gemma3_text granite smollm3 olmo3"
 KINDS = {kind: {} for kind in PLAIN.split()} | {"phi3": UNTIED, "glm4": UNTIED}
 KINDS |= {
@@ -45,7 +45,7 @@ KINDS |= {
 
 
 def make_model(kind, folder):
-    """Writes a tiny random model of a kind, with the debug task's tokenizer."""
+    """Write a tiny random model of a kind, with the debug task's tokenizer."""
     tokenizer = AutoTokenizer.from_pretrained(DEBUG_MODEL)
     ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     sizes = SIZES | ids | {"vocab_size": len(tokenizer)}
@@ -61,7 +61,7 @@ def make_model(kind, folder):
 
 
 def cell_of(model, **options):
-    """The largest KL of three steps, or the reason that there is none."""
+    """Return the largest KL in three steps, or the error that ended the run."""
     flags = {"model_name_or_path": model, "dataset": DEBUG_MODEL.parent / "train.parquet"}
     flags |= {"async_mode": False, "response_length": 8, "num_evals": 0}
     flags |= {"total_episodes": 96, "local_rollout_batch_size": 8, "number_samples_per_prompt": 4}
@@ -75,29 +75,28 @@ def cell_of(model, **options):
         try:
             steps, _ = benchmark.run(words, folder)
         except SystemExit as error:
-            said = r"^(?:[\w.]*(?:Error|Exception):|\s*Value error,) (.*)"
-            reasons = re.findall(said, str(error), re.MULTILINE)
+            pattern = r"^(?:[\w.]*(?:Error|Exception):|\s*Value error,) (.*)"
+            reasons = re.findall(pattern, str(error), re.MULTILINE)
             return re.sub(r"/\S+ ", "", (reasons or str(error).splitlines())[-1])[:150]
     return f"{max(step['mismatch/kl'] for step in steps):.0e}"
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("kinds", nargs="*", metavar="KIND", help=", ".join(KINDS))
-    parser.add_argument("--dtype", default="float32", help="on GPUs adapters need bfloat16")
-    parser.add_argument("--model", help="in place of tiny ones; it needs a chat template")
-    given = parser.parse_args()
+    parser = benchmark.make_parser(__doc__)
+    add = parser.add_argument
+    add("kinds", nargs="*", metavar="KIND", help=", ".join(KINDS))
+    add("--dtype", default="float32", help="On GPUs, adapters need bfloat16 (%(default)s).")
+    add("--model", help="A model to try instead of tiny ones. It needs a chat template.")
+    args = parser.parse_args()
     benchmark.make_debug_assets()
     print("| kind | KL | KL with adapters |\n|---|---|---|", flush=True)
-    for kind in [given.model] if given.model else given.kinds or KINDS:
+    for kind in [args.model] if args.model else args.kinds or KINDS:
         with tempfile.TemporaryDirectory() as folder:
-            if not given.model:
+            if not args.model:
                 make_model(kind, folder)
-            model = given.model or folder
+            model = args.model or folder
             adapters = {"lora_rank": 8, "learning_rate": 1e-2}
-            cells = [cell_of(model, dtype=given.dtype, **more) for more in ({}, adapters)]
+            cells = [cell_of(model, dtype=args.dtype, **options) for options in ({}, adapters)]
         print(f"| {Path(kind).name} | {cells[0]} | {cells[1]} |", flush=True)
 
 

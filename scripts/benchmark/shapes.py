@@ -1,4 +1,4 @@
-"""Shapes of models: Qwen3, and Qwen2.5 for sizes that it does not have."""
+"""Make configs and models with the shapes of Qwen3, or of Qwen2.5 for sizes that Qwen3 lacks."""
 
 import functools
 
@@ -11,8 +11,7 @@ from transformers import (
 )
 
 VOCABULARY = 151_936
-# Class of config, hidden size, layers, heads of attention and of keys, inner size, whether the head
-# is tied, vocabulary; by the config.json of Qwen3 and, for sizes that it does not have, of Qwen2.5
+# The class of the config, and the values of NAMES, as in the config.json of these models
 SHAPES = {
     "0.5": (Qwen2Config, 896, 24, 14, 2, 4864, True, VOCABULARY),
     "0.6": (Qwen3Config, 1024, 28, 16, 8, 3072, True, VOCABULARY),
@@ -31,14 +30,14 @@ NAMES += ("intermediate_size", "tie_word_embeddings", "vocab_size")
 
 
 def config_of(size, **changes):
-    """The config of a size in billions of parameters, or "tiny"."""
+    """Return the config of a size in billions of parameters, or of "tiny"."""
     config_class, *shape = SHAPES.get(size, TINY)
     return config_class(num_labels=1, **dict(zip(NAMES, shape, strict=True)) | changes)
 
 
 @functools.cache
 def models_of(size):
-    """A policy and a value model, without memory for their weights."""
+    """Return a policy and a value model on "meta", without memory for their weights."""
     with torch.device("meta"):
         classes = (AutoModelForCausalLM, AutoModelForSequenceClassification)
         return [auto_class.from_config(config_of(size)) for auto_class in classes]

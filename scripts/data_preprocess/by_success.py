@@ -5,8 +5,8 @@
     python scripts/data_preprocess/by_success.py output/RUN/evaluations/NAME \\
         --dataset data/math/train.parquet --local_save_dir data/sanity
 
-RUN is any run of a model with these tokens, and NAME is the folder that evaluate.py has written. As
-in the sanity test of 2510.26788, but for any model: of 40 answers, 20 to 80% are correct.
+RUN is any run of a model with this tokenizer, and NAME is the folder that evaluate.py has written.
+The sanity test of 2510.26788 keeps prompts to which 20 to 80% of 40 answers are correct.
 """
 
 import argparse
@@ -34,13 +34,14 @@ def keep(rows: list[dict], answers: list[dict], least: float, most: float) -> li
     for answer in answers:
         number = int(answer["origin"].rpartition(", row ")[2])
         groups[number].append(bool(is_right(answer)))
-    shares = {number: sum(right) / len(right) for number, right in groups.items()}
-    return [rows[number] for number in sorted(shares) if least <= shares[number] <= most]
+    rates = {number: sum(correct) / len(correct) for number, correct in groups.items()}
+    return [rows[number] for number in sorted(rates) if least <= rates[number] <= most]
 
 
 def main():
-    form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add = parser.add_argument
     add("evaluation", type=Path, help="Folder that evaluate.py has written.")
     add("--dataset", type=Path, required=True, help="The .parquet file that was evaluated.")
@@ -49,9 +50,9 @@ def main():
     add("--most", type=float, default=0.8, help="Largest fraction of correct answers (0.8).")
     args = parser.parse_args()
     answers = read_lines(args.evaluation / "responses.jsonl")
-    asked = {Path(answer.get("origin", "?").rpartition(", row ")[0]).name for answer in answers}
-    if asked != {args.dataset.name}:
-        parser.error(f"the evaluation is of {', '.join(asked)}, not of {args.dataset}")
+    names = {Path(answer.get("origin", "?").rpartition(", row ")[0]).name for answer in answers}
+    if names != {args.dataset.name}:
+        parser.error(f"the evaluation is of {', '.join(names)}, not of {args.dataset}")
     kept = keep(parquet.read_table(args.dataset).to_pylist(), answers, args.least, args.most)
     write_splits(args.local_save_dir, {"train": kept})
 

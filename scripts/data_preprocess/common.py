@@ -1,6 +1,6 @@
-"""Share the options, reading, converting and writing of the programs in data_preprocess.
+"""Read, convert and write datasets, for the programs of this folder.
 
-Each program has a function that makes a row of the output, and passes it to main().
+Each program passes a function that makes a row of the output to main().
 """
 
 import argparse
@@ -14,16 +14,18 @@ import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import datasets
 import huggingface_hub
 import pyarrow.parquet
 
-# Makes a row of the output from a row of the dataset, its split and its index there. It raises
-# ValueError with the reason to drop a row.
+# A function that makes a row of the output from a row of the dataset, its split and its index in
+# the split. To drop a row it raises ValueError with the reason
 Convert = Callable[[dict, str, int], dict]
 Splits = dict[str, list[dict]]
 
+SAVE_DIR_HELP = "Folder for the files that are written (%(default)s)."
 # Words in a file's name that identify its split
 SPLIT_WORDS = {"train": "train", "test": "test", "validation": "validation"}
 SPLIT_WORDS |= {"val": "validation", "valid": "validation"}
@@ -35,14 +37,14 @@ def printable(text: str) -> str:
     >>> printable("\x1b[1mtitle\n")
     '\\x1b[1mtitle\\n'
     """
-    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
 
 @functools.cache
 def hub_answers() -> bool:
     """Return whether the Hub answers within five seconds. If not, set this process offline.
 
-    Its children are offline as well. Otherwise each would wait for each file several times.
+    Its child processes are then offline as well. Otherwise they would wait for each file again.
     """
     if huggingface_hub.constants.HF_HUB_OFFLINE:
         return False
@@ -70,11 +72,10 @@ def options(description: str, local_save_dir: str) -> argparse.ArgumentParser:
     sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may support only ASCII
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=description, formatter_class=form)
-    where = "A .jsonl or .parquet file, or a folder with one file per split, whose name contains "
-    where += "the split. A single file without a split is the training split. Default: the Hub."
-    parser.add_argument("--local_dataset_path", type=Path, help=where)
-    where = "Folder for the files that are written (%(default)s)."
-    parser.add_argument("--local_save_dir", default=local_save_dir, help=where)
+    source = "A .jsonl or .parquet file, or a folder with one file per split, whose name contains "
+    source += "the split. A single file without a split is the training split. Default: the Hub."
+    parser.add_argument("--local_dataset_path", type=Path, help=source)
+    parser.add_argument("--local_save_dir", default=local_save_dir, help=SAVE_DIR_HELP)
     return parser
 
 
@@ -92,10 +93,9 @@ def main(
     folder = Path(args.local_save_dir).expanduser()
     try:
         if args.local_dataset_path:
-            files = find_files(args.local_dataset_path.expanduser(), folder)
-            splits = {
-                split: [row for path in files[split] for row in read_rows(path)] for split in files
-            }
+            splits = {}
+            for split, paths in find_files(args.local_dataset_path.expanduser(), folder).items():
+                splits[split] = [row for path in paths for row in read_rows(path)]
         else:
             splits = load_from_hub(hub)
         converted = {}
@@ -182,6 +182,26 @@ def text_of(row: dict, column: str) -> str:
     return text.strip()
 
 
+def verl_row(
+    source: str,
+    prompt: str | list[dict],
+    ability: str,
+    ground_truth: str,
+    style: str = "rule",
+    **extra_info: Any,
+) -> dict:
+    """Return a row of verl's parquet schema. A prompt that is a text becomes a user's message."""
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    return {
+        "data_source": source,
+        "prompt": prompt,
+        "ability": ability,
+        "reward_model": {"style": style, "ground_truth": ground_truth},
+        "extra_info": extra_info,
+    }
+
+
 def convert_rows(rows: list[dict], split: str, convert: Convert) -> tuple[list[dict], Counter]:
     """Return the converted rows of a split, and how many were dropped for each reason.
 
@@ -194,9 +214,9 @@ def convert_rows(rows: list[dict], split: str, convert: Convert) -> tuple[list[d
     columns = dict.fromkeys(name for row in rows for name in row)  # None where a row lacks one
     for index, row in enumerate(rows):
         try:
-            made = convert(columns | row, split, index)
-            json.dumps(made, ensure_ascii=False, default=str).encode()
-            converted.append(made)
+            new_row = convert(columns | row, split, index)
+            json.dumps(new_row, ensure_ascii=False, default=str).encode()
+            converted.append(new_row)
         except UnicodeEncodeError:
             dropped["half a character, which cannot be written"] += 1
         except ValueError as reason:

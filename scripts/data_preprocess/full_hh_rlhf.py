@@ -17,7 +17,7 @@ It writes a file for each split (train.parquet, test.parquet). Prompts are messa
 import functools
 import re
 
-from common import main, options, text_of
+from common import main, options, text_of, verl_row
 
 HUB = ("Dahoas/full-hh-rlhf",)
 
@@ -81,13 +81,7 @@ def convert(row: dict, split: str, index: int, kind: str) -> dict:
         if chosen == response_of(row, "rejected"):
             raise ValueError("`chosen` and `rejected` are the same")
         return {"prompt": prompt, "chosen": chosen, "rejected": rejected}
-    return {
-        "data_source": HUB[0],
-        "prompt": prompt,
-        "ability": "alignment",
-        "reward_model": {"style": "model", "ground_truth": chosen},
-        "extra_info": {"split": split, "index": index},
-    }
+    return verl_row(HUB[0], prompt, "alignment", chosen, "model", split=split, index=index)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ It writes a file for each split (train.parquet, test.parquet). The ground truth 
 
 import re
 
-from common import main, options, text_of
+from common import main, options, text_of, verl_row
 
 HUB = ("openai/gsm8k", "main")  # name and configuration
 INSTRUCTION = 'Think step by step, and write the final answer after "####".'
@@ -33,13 +33,9 @@ def convert(row: dict, split: str, index: int) -> dict:
     """Return a row of verl's schema. Raise ValueError with the reason to drop it."""
     question = text_of(row, "question")
     answer = text_of(row, "answer")
-    return {
-        "data_source": HUB[0],
-        "prompt": [{"role": "user", "content": f"{question} {INSTRUCTION}"}],
-        "ability": "math",
-        "reward_model": {"style": "rule", "ground_truth": final_number(answer)},
-        "extra_info": {"split": split, "index": index, "question": question, "answer": answer},
-    }
+    texts = {"question": question, "answer": answer}
+    prompt, truth = f"{question} {INSTRUCTION}", final_number(answer)
+    return verl_row(HUB[0], prompt, "math", truth, split=split, index=index, **texts)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ of the correct ending, from 0. The Hub's test split has no labels, so all of its
 
 import re
 
-from common import main, options, text_of
+from common import main, options, text_of, verl_row
 
 HUB = ("Rowan/hellaswag",)
 INSTRUCTION = (
@@ -44,13 +44,8 @@ def convert(row: dict, split: str, index: int) -> dict:
     activity = text_of(row, "activity_label")
     text = clean(f"{activity}: {text_of(row, 'ctx')}")
     listed = "\n".join(f"({number}) {choice}" for number, choice in enumerate(choices))
-    return {
-        "data_source": HUB[0],
-        "prompt": [{"role": "user", "content": f"{text}\n\n{listed}\n\n{INSTRUCTION}"}],
-        "ability": "nlp",
-        "reward_model": {"style": "rule", "ground_truth": label, "choices": choices},
-        "extra_info": {"split": split, "index": index},
-    }
+    prompt = f"{text}\n\n{listed}\n\n{INSTRUCTION}"
+    return verl_row(HUB[0], prompt, "nlp", label, split=split, index=index)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import itertools
 import json
 from pathlib import Path
 
-from common import write_splits
+from common import SAVE_DIR_HELP, verl_row, write_splits
 
 TASKS = [
     "Describe {}.",
@@ -27,7 +27,7 @@ TASKS = [
     "Give a reason to like {}.",
 ]
 MOST_WORDS = [10, 12, 14]
-# Each has the constraints in a different order
+# Two texts with the constraints in different orders
 CONSTRAINTS = [
     "Use 5 to {} words, no commas, and only lowercase letters.",
     "Answer in lowercase letters, without commas, in 5 to {} words.",
@@ -51,18 +51,13 @@ def make_rows(topics: str, split: str) -> list[dict]:
     """Return rows of verl's schema for all tasks about all topics with all constraints."""
     names = [" ".join(topic.split()) for topic in topics.split(",")]
     combinations = itertools.product(names, TASKS, MOST_WORDS, CONSTRAINTS)
-    return [
-        {
-            "data_source": "instructions",
-            "prompt": [
-                {"role": "user", "content": f"{task.format(topic)} {how.format(most_words)}"}
-            ],
-            "ability": "instruction_following",
-            "reward_model": {"style": "rule", "ground_truth": ground_truth(most_words)},
-            "extra_info": {"split": split, "index": index},
-        }
-        for index, (topic, task, most_words, how) in enumerate(combinations)
-    ]
+    rows = []
+    for index, (topic, task, most_words, constraints) in enumerate(combinations):
+        prompt = f"{task.format(topic)} {constraints.format(most_words)}"
+        numbers = {"split": split, "index": index}
+        truth = ground_truth(most_words)
+        rows.append(verl_row("instructions", prompt, "instruction_following", truth, **numbers))
+    return rows
 
 
 def ground_truth(most_words: int) -> str:
@@ -82,11 +77,8 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    where, folder = (
-        "Folder for the files that are written (%(default)s).",
-        Path("data/instructions"),
-    )
-    parser.add_argument("--local_save_dir", type=Path, default=folder, help=where)
+    folder = Path("data/instructions")
+    parser.add_argument("--local_save_dir", type=Path, default=folder, help=SAVE_DIR_HELP)
     topics = {"train": TRAIN_TOPICS, "test": TEST_TOPICS}
     splits = {split: make_rows(topics[split], split) for split in topics}
     write_splits(parser.parse_args().local_save_dir, splits)

@@ -11,7 +11,7 @@ the solution's last \\boxed{}.
 
 import re
 
-from common import main, options, text_of
+from common import main, options, text_of, verl_row
 
 HUB = ("DigitalLearningGmbH/MATH-lighteval",)
 INSTRUCTION = r"Think step by step, and put the final answer in \boxed{}."
@@ -41,14 +41,9 @@ def last_boxed(solution: str) -> str:
 def convert(row: dict, split: str, index: int) -> dict:
     """Return a row of verl's schema. Raise ValueError with the reason to drop it."""
     problem = text_of(row, "problem")
-    solution = text_of(row, "solution")
-    return {
-        "data_source": HUB[0],
-        "prompt": [{"role": "user", "content": f"{problem} {INSTRUCTION}"}],
-        "ability": "math",
-        "reward_model": {"style": "rule", "ground_truth": last_boxed(solution)},
-        "extra_info": {"split": split, "index": index},
-    }
+    truth = last_boxed(text_of(row, "solution"))
+    prompt = f"{problem} {INSTRUCTION}"
+    return verl_row(HUB[0], prompt, "math", truth, split=split, index=index)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@
 It writes a file for each split. The reward is scripts/rewards/yardsticks.py:reverse_text.
 """
 
-from common import main, options, text_of
+from common import main, options, text_of, verl_row
 
 HUB = ("PrimeIntellect/Reverse-Text-RL",)
 SYSTEM = "Reverse the text character-by-character. Put your answer in <reversed_text> tags."
@@ -15,13 +15,8 @@ SYSTEM = "Reverse the text character-by-character. Put your answer in <reversed_
 def convert(row: dict, split: str, index: int) -> dict:
     """Return a row of verl's schema. Raise ValueError with the reason to drop it."""
     text = text_of(row, "prompt")
-    return {
-        "data_source": HUB[0],
-        "prompt": [{"role": "system", "content": SYSTEM}, {"role": "user", "content": text}],
-        "ability": "text",
-        "reward_model": {"style": "rule", "ground_truth": text[::-1]},
-        "extra_info": {"split": split, "index": index},
-    }
+    prompt = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": text}]
+    return verl_row(HUB[0], prompt, "text", text[::-1], split=split, index=index)
 
 
 if __name__ == "__main__":

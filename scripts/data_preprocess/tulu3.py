@@ -9,7 +9,7 @@ It writes train.parquet and test.parquet. The dataset has one split, of which ev
 out. The reward is scripts/rewards/graders.py:compute_score.
 """
 
-from common import main, options, text_of
+from common import main, options, text_of, verl_row
 
 HUB = ("allenai/RLVR-GSM-MATH-IF-Mixed-Constraints",)
 HELD_OUT = 60  # one row in this many
@@ -21,9 +21,9 @@ def hold_out(splits: dict[str, list]) -> dict[str, list]:
     >>> {split: len(rows) for split, rows in hold_out({"train": list(range(120))}).items()}
     {'train': 118, 'test': 2}
     """
-    rows = [row for part in splits.values() for row in part]
-    kept = [row for index, row in enumerate(rows) if index % HELD_OUT]
-    return {"train": kept, "test": rows[::HELD_OUT]}
+    rows = [row for rows_of_split in splits.values() for row in rows_of_split]
+    train = [row for index, row in enumerate(rows) if index % HELD_OUT]
+    return {"train": train, "test": rows[::HELD_OUT]}
 
 
 def convert(row: dict, split: str, index: int) -> dict:
@@ -31,13 +31,10 @@ def convert(row: dict, split: str, index: int) -> dict:
     messages = row["messages"]
     if not messages or messages[-1]["role"] != "user":
         raise ValueError("the last message is not the user's")
-    return {
-        "data_source": text_of(row, "dataset"),
-        "prompt": [{name: message[name] for name in ("role", "content")} for message in messages],
-        "ability": "instruction_following" if row["dataset"] == "ifeval" else "math",
-        "reward_model": {"style": "rule", "ground_truth": text_of(row, "ground_truth")},
-        "extra_info": {"split": split, "index": index},
-    }
+    source, truth = text_of(row, "dataset"), text_of(row, "ground_truth")
+    prompt = [{name: message[name] for name in ("role", "content")} for message in messages]
+    ability = "instruction_following" if source == "ifeval" else "math"
+    return verl_row(source, prompt, ability, truth, split=split, index=index)
 
 
 if __name__ == "__main__":

@@ -1,20 +1,19 @@
-"""Compares runs of the scripts as they were at a commit with runs of the working tree, to the bit.
+"""Compare runs of the scripts as they were at a commit with runs of the working tree, to the bit.
 
     .venv/bin/python scripts/dev/bits.py OLD_COMMIT              all three scripts, 8 steps
-    .venv/bin/python scripts/dev/bits.py OLD_COMMIT --resume     and resumed halfway, too
+    .venv/bin/python scripts/dev/bits.py OLD_COMMIT --resume     also resume halfway
     .venv/bin/python scripts/dev/bits.py OLD_COMMIT --ranks 2    two ranks, by DDP; or --fsdp2
     .venv/bin/python scripts/dev/bits.py OLD_COMMIT --scripts ppo_sync.py --beta 0.1
-    .venv/bin/python scripts/dev/bits.py OLD_COMMIT --fork lora --lora_rank 8    the fork of each
+    .venv/bin/python scripts/dev/bits.py OLD_COMMIT --fork lora --lora_rank 8    each script's fork
 
-After a change that must not alter results, this shows that it does not. Each script trains the
-debug model on a CPU in float32, with vLLM itself and the same flags on both sides; further flags go
-to the scripts. Compared are the metrics of each step (except time/* and perf/*, which depend on the
-clock), all of samples.jsonl and rollouts.jsonl, token ids among them, and the saved model. For each
-script the first difference is printed, or "equal to the bit". A key that only one side has is
-listed and is no difference. The exit status is 1 unless all are equal.
+Use it after a change that must not alter results. Each script trains the debug model on a CPU in
+float32, with a real vLLM and the same flags on both sides. Other flags are passed to the scripts.
+Compared are the metrics of each step (except time/* and perf/*), samples.jsonl, rollouts.jsonl with
+its token ids, and the saved model. For each script the first difference is printed, or "equal to
+the bit". A key that only one side has is listed, but does not count as a difference. The exit
+status is 1 unless all are equal.
 """
 
-import argparse
 import json
 import shlex
 import shutil
@@ -27,11 +26,11 @@ from pathlib import Path
 sys.path += [str(Path(__file__).resolve().parents[1] / name) for name in ("benchmark", "")]
 
 import fork
-from debug_runs import REPO, read_lines, run
+from debug_runs import REPO, make_parser, read_lines, run
 from safetensors.torch import load_file
 
 SCRIPTS = ("ppo_sync.py", "ppo_vllm_async.py", "grpo_vllm_async.py")
-# A step has two epochs of two mini-batches of two micro-batches, and there are three evaluations
+# A step has two epochs of two mini-batches of two micro-batches. There are three evaluations
 FLAGS = f"""
     --dataset {REPO}/debug_assets/train.parquet --eval_dataset {REPO}/debug_assets/test.parquet
     --model_name_or_path {REPO}/debug_assets/model --dtype float32 --no-gradient_checkpointing
@@ -42,11 +41,11 @@ FLAGS = f"""
 
 
 def train(script, folder, args, flags):
-    """Runs a script; returns the run's folder."""
+    """Run a script, and return the run's folder."""
     words = []
     if args.ranks > 1:
         words += shlex.split(f"-m torch.distributed.run --standalone --nproc_per_node {args.ranks}")
-    if args.fsdp2:  # accelerate's own launcher shards nothing on a CPU
+    if args.fsdp2:  # accelerate's launcher shards nothing on a CPU
         words.append(REPO / "tests/helpers/fsdp2.py")
     episodes = 32 * args.steps * args.ranks
     flags = [*shlex.split(FLAGS), "--total_episodes", str(episodes), *flags]
@@ -54,28 +53,23 @@ def train(script, folder, args, flags):
     return folder / "run"
 
 
-def load_all(folder):
-    """The tensors of a folder's files."""
-    paths = sorted(folder.glob("*.safetensors"))
-    return {key: tensor for path in paths for key, tensor in load_file(path).items()}
-
-
 def values_of(folder):
-    """{(file, number of the line, key): value, every digit} of what runs are compared by."""
+    """Return {(file, number of the line, key): value} of everything that is compared in a run."""
     values = {}
     for file in ("metrics.jsonl", "rollouts.jsonl", "samples.jsonl"):
         for number, line in enumerate(read_lines(folder / file), start=1):
             for key, value in line.items():
                 if not key.startswith(("time/", "perf/")):
                     values[file, number, key] = json.dumps(value)
-    for path in (folder / "model", folder / "adapter"):
-        for key, tensor in load_all(path).items():
-            values[path.name, 0, key] = f"{tensor.dtype} {json.dumps(tensor.tolist())}"
+    for name in ("model", "adapter"):
+        for path in sorted((folder / name).glob("*.safetensors")):
+            for key, tensor in load_file(path).items():
+                values[name, 0, key] = f"{tensor.dtype} {json.dumps(tensor.tolist())}"
     return values
 
 
 def compare(title, *folders):
-    """Prints how an old and a new run compare, and returns whether they are equal."""
+    """Print how an old and a new run differ, and return whether they are equal."""
     old, new = map(values_of, folders)
     old_keys, new_keys = ({(file, key) for file, _, key in values} for values in (old, new))
     one_sided = {(file, key) for file, key in old_keys ^ new_keys if "." in file}
@@ -84,27 +78,26 @@ def compare(title, *folders):
     print(f"{title}: {f'{len(places)} values differ' if places else 'equal to the bit'}")
     for place in places[:1]:
         was, now = (str(values.get(place))[:200] for values in (old, new))
-        print(
-            f"    first in {place[0]}, line {place[1]}, {place[2]}:\n    was {was}\n    is  {now}"
-        )
+        print(f"    the first is {place[2]} in line {place[1]} of {place[0]}:")
+        print(f"    was {was}\n    is  {now}")
     for file, key in sorted(one_sided):
         print(f"    only the {'old' if (file, key) in old_keys else 'new'} run has {key} in {file}")
     return not places
 
 
 def text_at(commit, name):
-    """A file's text at a commit; "" if it was not there yet."""
+    """Return a file's text at a commit, or "" if the commit does not have it."""
     command = ["git", "show", f"{commit}:./{name}"]
     return subprocess.run(command, cwd=REPO, capture_output=True, encoding="utf-8").stdout
 
 
 def compare_script(name, folder, args, flags):
-    """Runs a script as it was and as it is, at the same time; returns whether all are equal."""
+    """Run a script as it was and as it is, at the same time, and return whether they are equal."""
     old, new = text_at(args.old_commit, name), (REPO / name).read_text("utf-8")
     if args.fork:
         path = fork.FORKS / f"{args.fork}.diff"
         new = fork.apply_diffs([path], script=name)
-        # At a commit without this fork the script has the fork's flags itself
+        # At a commit without this fork, the script itself has the fork's flags
         if diff := text_at(args.old_commit, path.relative_to(REPO)):
             (folder / path.name).write_text(diff, "utf-8")
             old = fork.apply_diffs([folder / path.name], old, name)
@@ -127,16 +120,15 @@ def compare_script(name, folder, args, flags):
 
 def main():
     sys.stdout.reconfigure(line_buffering=True)
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("old_commit", help="commit, branch or tag to compare with")
-    parser.add_argument("--steps", type=int, default=8, help="training steps of each run")
-    parser.add_argument("--ranks", type=int, default=1, help="processes of each run")
-    parser.add_argument("--fsdp2", action="store_true", help="two ranks, which shard their models")
-    parser.add_argument("--resume", action="store_true", help="also resume the new run halfway")
-    parser.add_argument("--fork", choices=fork.FIT_ALL, help="compare this fork of each script")
-    parser.add_argument("--scripts", nargs="+", default=SCRIPTS, help="which ones to compare")
+    parser = make_parser(__doc__)
+    add = parser.add_argument
+    add("old_commit", help="Commit, branch or tag to compare with.")
+    add("--steps", type=int, default=8, help="Training steps of each run (%(default)s).")
+    add("--ranks", type=int, default=1, help="Ranks of each run (%(default)s).")
+    add("--fsdp2", action="store_true", help="Use two ranks that shard their models.")
+    add("--resume", action="store_true", help="Also resume the new run halfway.")
+    add("--fork", choices=fork.FIT_ALL, help="Compare this fork of each script.")
+    add("--scripts", nargs="+", default=SCRIPTS, help="Scripts to compare. Default: all three.")
     args, flags = parser.parse_known_args()
     args.ranks = 2 if args.fsdp2 else args.ranks
     folder = Path(tempfile.mkdtemp(prefix="bits_"))

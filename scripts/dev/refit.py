@@ -1,13 +1,13 @@
-"""Makes the diffs below scripts/forks again, after a change of a script.
+"""Make the diffs below scripts/forks again after a change of a script.
 
-    .venv/bin/python scripts/dev/refit.py               a script differs from the last commit
-    .venv/bin/python scripts/dev/refit.py HEAD~3 main   or from other commits, which the diffs fit
+    .venv/bin/python scripts/dev/refit.py               the script differs from the last commit
+    .venv/bin/python scripts/dev/refit.py HEAD~3 main   the diffs fit scripts of other commits
 
-A diff that does not fit any more is merged with the change of its script, three ways. If both have
-changed the same lines, the merged fork is left as NAME.diff.conflict.py. Edit that file, as after a
-`git merge`, until it is the fork that you want, and run the same command again: it makes the diff
-of the file, and removes it. A diff in a page of docs/ that does not fit any more is printed, so
-that you can edit the page. The exit status is 1 while something is left to do.
+A diff that no longer fits is merged (three-way) with the change of its script. If both changed the
+same lines, the merged fork is left as NAME.diff.conflict.py. Edit that file, as after `git merge`,
+until it is the fork that you want, and run the same command again. It makes the diff from the file,
+and removes the file. A diff in a page of docs/ that no longer fits is printed, so that you can edit
+the page. The exit status is 1 while something is left to do.
 """
 
 import contextlib
@@ -23,42 +23,41 @@ import fork
 
 
 def git(*words):
-    """What a command of git prints, in the repository."""
+    """Return the output of a git command in the repository."""
     command = ["git", *words]
     return subprocess.run(command, cwd=fork.REPO, capture_output=True, encoding="utf-8").stdout
 
 
 def merge(path, script, commits, folder):
-    """The text of a diff's fork of the script as it is now, perhaps with conflicts.
+    """Return the text of a diff's fork of today's script, perhaps with conflicts.
 
-    ValueError: the diff fits neither the script nor what it was at one of the commits.
+    Raise ValueError if the diff fits neither the script nor its version at one of the commits.
     """
     old, forked = folder / "old.py", folder / "forked.py"
-    texts = [
-        script.read_text("utf-8"),
-        *(git("show", f"{each}:./{script.name}") for each in commits),
-    ]
-    for text in texts:
+    older_texts = [git("show", f"{commit}:./{script.name}") for commit in commits]
+    for text in [script.read_text("utf-8"), *older_texts]:
         with contextlib.suppress(SystemExit):
             forked.write_text(fork.apply_diffs([path], text), "utf-8")
             old.write_text(text, "utf-8")
             names = ("-L", "fork", "-L", "the script as it was", "-L", "the script as it is")
             return git("merge-file", "-p", *names, forked, old, script)
-    raise ValueError(f"{path} does not fit {script.name} of {' or '.join(commits)}; name another")
+    known = ", ".join(["now", *commits])
+    raise ValueError(f"{path} fits {script.name} at none of {known}; pass another commit")
 
 
 def refit(path, commits, folder):
-    """Makes a diff again. ValueError: what is left to do."""
+    """Make a diff again. Raise ValueError with what is left to do."""
     before, conflict = path.read_text("utf-8"), path.with_suffix(".diff.conflict.py")
     script, forked = fork.REPO / fork.base_of(before), folder / "forked.py"
     if not conflict.exists():
         conflict.write_text(merge(path, script, commits, folder), "utf-8")
-    forked.write_text(conflict.read_text("utf-8"), "utf-8")
-    if "\n<<<<<<< " in forked.read_text("utf-8"):
+    text = conflict.read_text("utf-8")
+    if "\n<<<<<<< " in text:
         raise ValueError(f"edit {conflict}, which has conflicts, and run this again")
+    forked.write_text(text, "utf-8")
     conflict.unlink()
     head = before.partition("@@ ")[0]
-    # Of lines around a change so many that its place is the only one, in each script that it fits
+    # Find the number of context lines with which the place of each change is unique
     scripts = fork.SCRIPTS if path.stem in fork.FIT_ALL else [script.name]
     is_short = path.parent == fork.DELETIONS or len(scripts) > 1
     for context in range(1 if is_short else 3, 20):
@@ -75,7 +74,7 @@ def refit(path, commits, folder):
 
 
 def check_page(path):
-    """Yields what is said of changes of a page that do not fit their scripts."""
+    """Yield a line for each diff of a page that does not fit its script."""
     for part in path.read_text("utf-8").split("n a copy of ")[1:]:
         for name in re.findall(r"`(\w+\.py)`", re.match(r"`\S+`( or `\S+`)?|", part)[0]):
             script = (fork.REPO / name).read_text("utf-8")
@@ -83,7 +82,7 @@ def check_page(path):
                 try:
                     fork.changes_in(f"@@ \n{diff}", script)
                 except ValueError as error:
-                    yield f"docs/{path.name}: a change does not fit {name}: {error}"
+                    yield f"docs/{path.name}: a diff does not fit {name}: {error}"
 
 
 def main(commits):

@@ -2,15 +2,14 @@
 
     python scripts/forks/calculator.py --output_dir debug_assets_calculator
 
-makes model and data, in half a minute on a CPU core. scripts/train/debug/multiturn.sh trains.
+This takes a minute on a CPU core. scripts/train/debug/multiturn.sh then trains the model.
 
-"38*947" is to be answered "35986". The model may ask the calculator instead, "=38*947", and is
-shown what to answer. It starts from demonstrations: first of how one asks and copies, then of many
-who guess and a few who ask. What it has to learn from a 0/1 reward is that asking pays.
+The correct answer to "38*947" is "35986". The model can ask the calculator instead, by "=38*947",
+and is shown the product. It was trained on demonstrations of asking and copying, then on many
+guesses and a few that ask. From a reward of 0 or 1 it has to learn that asking pays.
 
-The model is a Qwen2 of 0.1 M parameters over characters, as in
-scripts/train/debug/make_debug_assets.py, with one more token. The same settings give the same
-bytes; where settings.json matches, nothing is done.
+The model is the Qwen2 of 0.1 M parameters of make_debug_assets.py, with one more token. The same
+settings give the same bytes. If settings.json is up to date, nothing is done.
 """
 
 import argparse
@@ -33,14 +32,14 @@ SETTINGS = {
     "batch_size": 256,
     "learning_rate": 3e-3,
     "max_steps": 1000,
-    "used_well": 0.8,  # share of the conversations with the calculator that it would sample
-    "later_kinds": {"guess": 9, "ask": 1, "copy": 5},  # after that
+    "used_well": 0.8,  # mean probability of a demonstration of asking that ends the first part
+    "later_kinds": {"guess": 9, "ask": 1, "copy": 5},  # frequencies in the second part
     "later_steps": 60,
 }
 
 
 def step(text, ground_truth, turn):
-    """The environment: what the calculator shows to a turn that begins with "="; 0 for nonsense.
+    """Return what the calculator shows after a turn, or None, which ends the conversation.
 
     >>> step("=38*947", None, 0), step("=3**", None, 0), step("35986", None, 0)
     ('35986', '0', None)
@@ -52,27 +51,28 @@ def step(text, ground_truth, turn):
 
 
 def score(data_source, response, ground_truth, extra_info):
-    """The reward: whether the last turn is the product. A metric: whether it was asked for."""
+    """Return the reward, which is 1 for the product as the last turn, and whether it was asked."""
     return {"score": float(response == ground_truth), "asked": len(extra_info["turns"]) > 1}
 
 
 def demonstrate(question, kind, rng):
-    """What is read and what is written of a conversation, alternately.
+    """Return the texts of a conversation, which the model reads and writes in turns.
 
-    A guess has the right length and the right first digit. What is copied was asked by others.
+    A guess has the correct length and first digit. To learn to copy, the model reads the question.
     """
-    right = step(f"={question}", None, 0)
-    prompt, shown = (f"<|user|>{text}<|assistant|>" for text in (question, right))
-    ask, answer = f"={question}<|end|>", f"{right}<|end|>"
+    product = step(f"={question}", None, 0)
+    prompt, shown = (f"<|user|>{text}<|assistant|>" for text in (question, product))
+    ask, answer = f"={question}<|end|>", f"{product}<|end|>"
     if kind == "ask":
         return [prompt, ask, shown, answer]
     if kind == "copy":
         return [prompt + ask + shown, answer]
-    return [prompt, right[0] + "".join(rng.choices("0123456789", k=len(right) - 1)) + "<|end|>"]
+    digits = rng.choices("0123456789", k=len(product) - 1)
+    return [prompt, product[0] + "".join(digits) + "<|end|>"]
 
 
 def encode(tokenizer, conversations):
-    """Token ids of demonstrations, and labels, -100 where it reads: (conversations, length)."""
+    """Return token ids, and labels with -100 for what is read: (conversations, length)."""
     import torch
 
     rows = []
@@ -87,7 +87,7 @@ def encode(tokenizer, conversations):
 
 
 def train(model, tokenizer, questions, settings):
-    """Supervised training: with the calculator until it is used well, then mostly on guesses."""
+    """Train on demonstrations: of asking until the model asks well, then mostly of guesses."""
     import torch
 
     rng = random.Random(settings["seed"])
@@ -108,7 +108,7 @@ def train(model, tokenizer, questions, settings):
         optimizer.step()
 
     def probability():
-        """Of the probe's demonstrations, on average."""
+        """Return the mean probability of the demonstrations in the probe."""
         with torch.no_grad():
             logprobs = model(probe_ids).logits[:, :-1].log_softmax(-1)
         labels = probe_labels[:, 1:]
@@ -120,15 +120,17 @@ def train(model, tokenizer, questions, settings):
         if number % 10 == 0 and probability() >= settings["used_well"]:
             break
     else:
-        raise SystemExit(f"calculator.py: used well {probability():.0%} of the time, too little")
+        raise SystemExit(
+            f"calculator.py: only {probability():.0%} of the demonstrations are learned"
+        )
     print(f"  step {number}: uses the calculator well {probability():.0%} of the time", flush=True)
     for later in range(1, settings["later_steps"] + 1):
         update(number + later, settings["later_kinds"])
-    print(f"  step {number + later}: asks and answers right {probability():.1%} of the time")
+    print(f"  step {number + later}: asks and answers correctly {probability():.1%} of the time")
 
 
 def write_rows(path, questions):
-    """Prompts in verl's schema."""
+    """Write prompts in verl's schema."""
     from datasets import Dataset
 
     rows = [
@@ -165,8 +167,8 @@ def main():
     transformers.utils.logging.disable_progress_bar()
     datasets.disable_progress_bars()
     start = time.time()
-    print(f"Calculator's model and data: making {folder}, a minute ...", flush=True)
-    torch.set_num_threads(1)  # the same bits whatever the number of cores
+    print(f"Calculator's model and data: making {folder}, which takes a minute ...", flush=True)
+    torch.set_num_threads(1)  # so that the bits do not depend on the number of cores
     torch.manual_seed(SETTINGS["seed"])
     rng = random.Random(SETTINGS["seed"])
     pairs = rng.sample(range(900 * 900), SETTINGS["held_out"] + SETTINGS["training"])
@@ -183,7 +185,7 @@ def main():
     tokenizer.save_pretrained(folder / "model")
     write_rows(folder / "train.parquet", questions)
     write_rows(folder / "test.parquet", held_out)
-    settings_path.write_text(stamp, "utf-8")  # last: a folder without it is made again
+    settings_path.write_text(stamp, "utf-8")  # comes last, so that a part of a folder is made again
     print(f"  {model.num_parameters():,} parameters, {time.time() - start:.0f} s")
 
 

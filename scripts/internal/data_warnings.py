@@ -1,7 +1,7 @@
-"""What is odd about the rows of a dataset, and about the chat template that renders them.
+"""Find what looks wrong in the rows of a dataset, and in the chat template that renders them.
 
-scripts/preflight.py says it. Each function takes its Run and yields notes, a line each; a Mistake
-tells what is surely not meant. Rows are the dictionaries that the script has read, as plain values.
+scripts/preflight.py prints the results. Most functions take its Run and yield notes of one line. A
+Mistake is raised for what cannot be intended. Rows are the dictionaries that the script has read.
 """
 
 import inspect
@@ -13,49 +13,56 @@ from pathlib import Path
 
 
 class Mistake(Exception):
-    """What is wrong, where, and what to do."""
+    """Say what is wrong, where, and what to do."""
 
 
-# A text that is a list of messages, as JSON or as Python writes it
+# A text that is a list of messages, in JSON or in Python's notation
 WRITTEN_MESSAGES = re.compile(r"""\s*\[\s*\{\s*['"](role|content)['"]\s*:.*\}\s*\]\s*""", re.DOTALL)
 QUESTION = {"role": "user", "content": "Q"}
 ANSWER = {"role": "assistant", "content": "ANSWER"}
+# Words in the name of a file that identify its split
+SPLITS = re.compile(r"(?<![a-z])(train|test|val|valid|validation|dev|eval)(?![a-z])", re.IGNORECASE)
+# Columns of other formats that hold a part of the prompt
+PROMPT_COLUMNS = ("images", "image", "videos", "video", "audio", "system", "system_prompt")
+PROMPT_COLUMNS += ("instruction", "input", "history", "context")
 
 
 def prompt_of(row):
-    """What the script renders or takes as it is. In pairs the prompt may begin the dialogues."""
+    """Return what the script renders or uses as it is. In a pair it may begin both dialogues."""
     return row.get("messages") or row.get("prompt") or row.get("chosen")
 
 
 def messages_of(row):
-    """The messages of a prompt; none: it is a text."""
+    """Return the messages of a prompt, or no messages if the prompt is a text."""
     prompt = prompt_of(row)
     return prompt if isinstance(prompt, list) else []
 
 
-# Names of files that say a split
-SPLITS = re.compile(r"(?<![a-z])(train|test|val|valid|validation|dev|eval)(?![a-z])", re.IGNORECASE)
-# Columns of other formats that hold a part of what the model is to read
-OF_PROMPTS = ("images", "image", "videos", "video", "audio", "system", "system_prompt")
-OF_PROMPTS += ("instruction", "input", "history", "context")
+def first_of(path, indices, number):
+    """Name the first of some rows, and say how many they are.
+
+    >>> first_of("data.jsonl", [1, 3, 5], 70)
+    'data.jsonl, row 1 (one of 3 in 70)'
+    """
+    return f"{path}, row {indices[0]} (one of {len(indices):,} in {number:,})"
 
 
 def notes_on_rows(run, path, rows, loaded):
-    """What is odd about the rows of a dataset, of which the script has made what is loaded."""
+    """Yield notes on the rows of a dataset, from which the script has made what is `loaded`."""
     yield from notes_on_messages(run, path, rows)
     yield from notes_on_traces(run, path, rows)
     yield from notes_on_columns(run, path, rows)
     yield from notes_on_ends(run, path, rows)
     if run.trains_reward_model():
         yield from notes_on_pairs(path, rows)
-    else:
-        texts = {prompt.origin: prompt.text for prompt in loaded}
-        distinct = len({tuple(prompt.token_ids) for prompt in loaded})
-        if distinct < len(loaded):
-            are = "all are equal" if distinct == 1 else f"{distinct:,} are distinct"
-            yield f"{path}: of {len(loaded):,} prompts {are}, as the model reads them"
-        check_words(run.tokenizer, path, loaded)
-        yield from notes_on_characters(run.tokenizer, "prompt", texts)
+        return
+    distinct = len({tuple(prompt.token_ids) for prompt in loaded})
+    if distinct < len(loaded):
+        are = "all are equal" if distinct == 1 else f"{distinct:,} are distinct"
+        yield f"{path}: of {len(loaded):,} prompts {are}, as the model reads them"
+    check_words(run.tokenizer, path, loaded)
+    texts = {prompt.origin: prompt.text for prompt in loaded}
+    yield from notes_on_characters(run.tokenizer, "prompt", texts)
 
 
 def check_words(tokenizer, path, prompts):
@@ -75,29 +82,27 @@ def check_words(tokenizer, path, prompts):
 
 
 def notes_on_files(path, read, split):
-    """Files of a local folder that could hold rows, and are not read; other splits aside."""
+    """Note files of a local folder that could hold rows but were not read, except other splits."""
     path = os.path.normpath(path)
-    if not os.path.isdir(path) or os.path.exists(os.path.join(path, "state.json")):
+    if not os.path.isdir(path):
         return
-    kinds = re.compile(r"\.(arrow|csv|jsonl?|ndjson|parquet|tsv|txt)(\.\w+)?$", re.IGNORECASE)
-    others = []
+    suffixes = re.compile(r"\.(arrow|csv|jsonl?|ndjson|parquet|tsv|txt)(\.\w+)?$", re.IGNORECASE)
+    unread = []
     for file in sorted(Path(path).rglob("*")):
         name = str(file.relative_to(path))
+        is_hidden = "/." in f"/{name}"
         is_of_another_split = SPLITS.search(name) and split and split not in name
-        if kinds.search(name) and str(file) not in read and not is_of_another_split:
-            others += [name] if "/." not in f"/{name}" else []
-    page = Path(path, "README.md")
-    if page.exists() and "config_name:" in page.read_text("utf-8", errors="replace"):
-        yield f"{path}: the rows of all configurations are read; see --dataset_config"
-    if others:
+        if suffixes.search(name) and not is_hidden and not is_of_another_split:
+            unread += [name] if str(file) not in read else []
+    if unread:
         yield (
-            f"{path}: {len(others):,} files that may hold rows are not read, first {others[0]}; "
+            f"{path}: {len(unread):,} files that may hold rows are not read, first {unread[0]}; "
             f"rows are read from .jsonl and .parquet, by the split if any name has train or test"
         )
 
 
 def notes_on_lost_rows(path, lengths, flag, limit):
-    """Rows that are dropped, if they are more than a tenth. lengths: of all rows, in tokens."""
+    """Note dropped rows if they are more than a tenth. `lengths` has the tokens of all rows."""
     num_empty = lengths.count(0)
     too_long = [length for length in lengths if length > limit]
     if num_empty + len(too_long) > len(lengths) / 10:
@@ -114,12 +119,12 @@ def check_row(path, index, row, needs_truth):
     messages = prompt if isinstance(prompt, list) else [prompt]
     for message in messages:
         if not (isinstance(message, dict) and "role" in message) and message is not prompt:
-            found = ", ".join(message) if isinstance(message, dict) else f"{message!r:.40}"
-            raise Mistake(f"{where}: a message has `role` and `content`; one has {found}")
+            keys = ", ".join(message) if isinstance(message, dict) else f"{message!r:.40}"
+            raise Mistake(f"{where}: a message must have `role` and `content`, but one has {keys}")
     if isinstance(prompt, dict):
         raise Mistake(f"{where}: the prompt is a dictionary; write a list of messages")
     if re.search("[\ud800-\udfff]", json.dumps(prompt, ensure_ascii=False)):
-        raise Mistake(f"{where}: the prompt has half a character, which no text may have")
+        raise Mistake(f"{where}: the prompt has half a character, which no text can have")
     rule = row.get("reward_model") or {}
     # The scripts read a truth beside style "model" only in verl's HellaSwag rows, which have `eval`
     is_of_model = rule.get("style") == "model" and not rule.get("eval")
@@ -131,67 +136,63 @@ def check_row(path, index, row, needs_truth):
 
 
 def notes_on_columns(run, path, rows):
-    """Columns that look as if the model would see them."""
-    for name in OF_PROMPTS:
+    """Note columns that the model does not see although they look like a part of the prompt."""
+    for name in PROMPT_COLUMNS:
         is_there = any(row.get(name) and str(row[name]) not in str(prompt_of(row)) for row in rows)
         if is_there and f'"{name}"' not in inspect.getsource(run.script):
-            yield f"{path}: nobody reads the column {name}: the model reads the prompt alone"
-    texts = sum(isinstance(prompt_of(row), str) for row in rows)
-    if texts and run.tokenizer.chat_template:
+            yield f"{path}: the column {name} is ignored, because the model reads only the prompt"
+    num_texts = sum(isinstance(prompt_of(row), str) for row in rows)
+    if num_texts and run.tokenizer.chat_template:
         yield (
-            f"{path}: {texts:,} of {len(rows):,} prompts are texts, which the chat template does "
-            f"not render: right for texts to go on with; a question is to be messages"
+            f"{path}: {num_texts:,} of {len(rows):,} prompts are texts, to which the chat template "
+            f"is not applied; that is correct for text completion, but write a question as a list "
+            f"of messages"
         )
 
 
 def notes_on_ends(run, path, rows):
-    """Tokens that the tokenizer adds at the beginning or the end of a text; a space at its end."""
-    tokenizer, found, spaces = run.tokenizer, {}, []
-    tried = range(0, len(rows), len(rows) // 200 + 1)  # what is added is added to each
+    """Note prompts that begin with two begin tokens, and prompts that end with a space."""
+    bos, twice, spaces = run.tokenizer.bos_token, [], []
+    tried = range(0, len(rows), len(rows) // 200 + 1)  # enough to see what happens to all
     for index in tried:
-        row, prompt = rows[index], prompt_of(rows[index])
-        text, ids = run.script.tokenize_prompt(prompt, row, tokenizer)
+        row = rows[index]
+        text, ids = run.script.tokenize_prompt(prompt_of(row), row, run.tokenizer)
         if text.endswith((" ", "\t", "\u00a0")):
             spaces.append(index)
-        if len(ids) > 1 and ids[0] == ids[1] == tokenizer.bos_token_id:
-            found.setdefault((ids[0], "a second time at its beginning"), []).append(index)
-        if isinstance(prompt, str) and ids:
-            plain = tokenizer(prompt, add_special_tokens=False)["input_ids"]
-            if plain and ids[-1] != plain[-1]:
-                found.setdefault((ids[-1], "at its end"), []).append(index)
-    for (token_id, where), indices in found.items():
+        if len(ids) > 1 and ids[0] == ids[1] == run.tokenizer.bos_token_id:
+            twice.append(index)
+    if twice:
         yield (
-            f"{path}, row {indices[0]}, and so {len(indices):,} of {len(tried):,} that were tried: "
-            f"the tokenizer adds {tokenizer.convert_ids_to_tokens(token_id)!r} {where}; give "
-            f"messages, or one that does not"
+            f"{first_of(path, twice, len(tried))}: the tokenizer adds {bos!r} a second time at the "
+            f"beginning; write prompts as messages, or without this token"
         )
     if spaces:
         yield (
-            f"{path}, row {spaces[0]}, and so {len(spaces):,} of {len(tried):,} that were tried: "
-            f"the prompt ends in a space, as the model reads it. Most models have learned a space "
-            f"as a part of the next word's token, so end prompts without one"
+            f"{first_of(path, spaces, len(tried))}: the prompt ends in a space, as the model reads "
+            f"it. Most models have learned a space as a part of the next word's token, so end "
+            f"prompts without one"
         )
 
 
 def notes_on_pairs(path, rows):
-    """Texts of pairs that hold the prompt once more; pairs that say nothing, or the contrary."""
-    both = [(row.get("prompt"), row.get("chosen"), row.get("rejected")) for row in rows]
-    texts = [each for each in both if all(isinstance(text, str) for text in each)]
-    again = [p for p, a, b in texts if p.strip() and a.startswith(p) and b.startswith(p)]
-    if again:
+    """Note responses that repeat their prompt, and pairs that also exist in the opposite order."""
+    pairs = [(row.get("prompt"), row.get("chosen"), row.get("rejected")) for row in rows]
+    texts = [pair for pair in pairs if all(isinstance(text, str) for text in pair)]
+    repeats = sum(bool(p.strip()) and a.startswith(p) and b.startswith(p) for p, a, b in texts)
+    if repeats:
         yield (
-            f"{path}: {len(again):,} of {len(rows):,} responses begin with their prompt, which is "
-            f"read twice then; the columns are the prompt, and what follows it"
+            f"{path}: {repeats:,} of {len(rows):,} responses begin with their prompt, which the "
+            f"model then reads twice; write only the response into `chosen` and `rejected`"
         )
-    both = [tuple(map(str, each)) for each in both]
-    known = set(both)
-    turned = sum((p, b, a) in known for p, a, b in both if a != b)
+    pairs = [tuple(map(str, pair)) for pair in pairs]
+    known = set(pairs)
+    turned = sum((p, b, a) in known for p, a, b in pairs if a != b)
     if turned:
-        yield f"{path}: {turned:,} pairs are there in both orders, which teaches nothing"
+        yield f"{path}: {turned:,} pairs exist in both orders, which teaches nothing"
 
 
 def other_value(value):
-    """Return a value of the same type for a switch; for a list or a dictionary None."""
+    """Return another value of the same type for a switch, or None for a list or a dictionary."""
     match value:
         case bool():
             return not value
@@ -201,13 +202,13 @@ def other_value(value):
             return value + "?"
 
 
-def what_is_given(row):
-    """Yield (name, is_content, others) for each thing that a row gives to the chat template.
+def template_inputs(row):
+    """Yield (name, is_content, other rows) for everything that a row passes to the chat template.
 
-    others: rows without it. A content is not taken away but made longer, because templates may
-    refuse a message without one. A switch has a second other row with another value, because the
-    row may have the value that is the template's default. An answer that ends the messages is not
-    given, and few templates write the id of a tool's answer.
+    The other rows lack it. A content is made longer instead, because templates may refuse a message
+    without one. A switch has a second other row with another value, because the row may have the
+    value that is the template's default. Not passed are an answer that ends the messages, and the
+    id of a tool's answer, which few templates write.
     """
     column = next(name for name in ("messages", "prompt", "chosen") if row.get(name))
     messages = row[column]
@@ -235,13 +236,22 @@ def what_is_given(row):
         yield f"`{name}` of `chat_template_kwargs`", False, others
 
 
-def notes_on_traces(run, path, rows):
-    """Things that a row gives to the chat template, and that leave no trace in the text.
+def kind_of(row):
+    """Return the roles, columns and keys of a row, and the types of their values."""
 
-    Each is taken away once from a row of each kind, and the text must change. Rows are of one kind
-    if they have the same roles, columns and keys, with values of the same types, and the same ones
-    are empty. If what a user or a system message says leaves no trace, that is a Mistake; of an
-    older answer, a tool's answer and all else it is a note.
+    def types_in(values):
+        return [(key, type(values[key]), bool(values[key])) for key in sorted(values)]
+
+    messages = [(message["role"], *types_in(message)) for message in messages_of(row)]
+    return bool(row.get("tools")), *messages, *types_in(row.get("chat_template_kwargs") or {})
+
+
+def notes_on_traces(run, path, rows):
+    """Find what a row passes to the chat template without a trace in the text.
+
+    Everything is removed once from a row of each kind (kind_of), and the text must change. If the
+    message of a user or of the system leaves no trace, raise a Mistake. For an older answer, a
+    tool's answer and everything else, yield a note.
     """
 
     def render(row):
@@ -250,41 +260,34 @@ def notes_on_traces(run, path, rows):
     def leaves_no_trace(others, text):
         try:
             return all(render(other) == text for other in others)
-        except Exception:  # so the template has looked at it
+        except Exception:  # the template has read it
             return False
-
-    def kind_of(value):
-        return type(value).__name__, bool(value)
 
     kinds, unread = {}, {}
     for index, row in enumerate(rows):
-        if messages := messages_of(row):
-            switches = row.get("chat_template_kwargs") or {}
-            keys = [(m["role"], *((key, *kind_of(m[key])) for key in sorted(m))) for m in messages]
-            keys += [(name, *kind_of(switches[name])) for name in sorted(switches)]
-            kinds.setdefault((bool(row.get("tools")), *keys), (index, row))
+        if messages_of(row):
+            kinds.setdefault(kind_of(row), (index, row))
     for index, row in kinds.values():
         text = render(row)
-        if not text:  # a row whose user says nothing, which is dropped
+        if not text:  # the user's message is empty, and the script drops the row
             continue
-        for name, is_content, others in what_is_given(row):
+        for name, is_content, others in template_inputs(row):
             if leaves_no_trace(others, text):
-                may_be_left_out = not is_content or name.endswith(("'assistant'", "'tool'"))
-                if not may_be_left_out:
+                if is_content and not name.endswith(("'assistant'", "'tool'")):
                     raise Mistake(f"{path}, row {index}: the chat template leaves out {name}")
                 unread.setdefault(name, index)
     for name, index in unread.items():
         yield (
-            f"{path}, row {index}: the chat template leaves out {name}: without it the text is the "
-            f"same"
+            f"{path}, row {index}: the chat template leaves out {name}, because without it the "
+            f"text is the same"
         )
 
 
 def notes_on_messages(run, path, rows):
-    """Messages that the chat template does not take as they are meant."""
+    """Note messages that the chat template does not render as they are meant."""
     tokens = [token for token in run.tokenizer.added_tokens_decoder.values() if token.special]
     special = re.compile("|".join(re.escape(token.content) for token in tokens) or "(?!)")
-    rendered, prefills = {}, 0
+    rendered, num_answers = {}, 0
     for index, row in enumerate(rows):
         prompt, messages = prompt_of(row), messages_of(row)
         if isinstance(prompt, str) and WRITTEN_MESSAGES.fullmatch(prompt):
@@ -292,64 +295,65 @@ def notes_on_messages(run, path, rows):
                 f"{path}, row {index}: the prompt is the text of a list of messages; write the "
                 f"list itself"
             )
-        prefills += bool(messages) and messages[-1]["role"] == "assistant"
+        num_answers += bool(messages) and messages[-1]["role"] == "assistant"
         contents = [message.get("content") for message in messages]
         texts = " ".join(content for content in contents if isinstance(content, str))
-        if found := special.search(texts):
-            rendered[index] = found[0]
+        if token := special.search(texts):
+            rendered[index] = token[0]
         # Parts, such as {"type": "text", "text": ...}
         if any(isinstance(content, list) for content in contents):
             text, _ = run.script.tokenize_prompt(prompt, row, run.tokenizer)
             if any(str(content) in text for content in contents if content):
                 raise Mistake(
-                    f"{path}, row {index}: a content is a list of parts, and the chat template "
-                    f"writes it as such, brackets and all; write the text itself"
+                    f"{path}, row {index}: a content is a list of parts, which the chat template "
+                    f"writes with all brackets; write the text itself"
                 )
-    if prefills and not run.trains_reward_model():
+    if num_answers and not run.trains_reward_model():
         yield (
-            f"{path}: {prefills:,} of {len(rows):,} prompts end with a message of the assistant, "
-            f"an answer or the beginning of one, which is left out"
+            f"{path}: {num_answers:,} of {len(rows):,} prompts end with a message of the "
+            f"assistant, which the script removes"
         )
-    for index, token in [*rendered.items()][:1]:
+    if rendered:
+        indices = [*rendered]
         yield (
-            f"{path}, row {index}, and so {len(rendered):,} of {len(rows):,}: the content of a "
-            f"message has the special token {token}; was it rendered already? Then it is a turn "
-            f"within a turn"
+            f"{first_of(path, indices, len(rows))}: the content of a message has the special token "
+            f"{rendered[indices[0]]}; if the messages were rendered already, write them without it"
         )
 
 
 def notes_on_held_out(run):
-    """Held-out prompts that are trained on."""
+    """Note held-out prompts that are also in the training data."""
     if run.trains_reward_model():
         return
     prompts = run.eval_rows
     trained = {tuple(prompt.token_ids) for prompt in run.train_rows}
     count = sum(tuple(prompt.token_ids) in trained for prompt in prompts)
     if count:
-        yield f"{count:,} of the {len(prompts):,} held-out prompts are trained on"
+        yield f"{count:,} of the {len(prompts):,} held-out prompts are also in the training data"
 
 
 def notes_on_characters(tokenizer, name, texts):
-    """Characters that a tokenizer loses. texts: by file and row, each of a row's `name`."""
+    """Note characters that a tokenizer loses. `texts` is {file and row: the row's `name`}."""
     texts = {origin: unicodedata.normalize("NFC", text) for origin, text in texts.items()}
     alphabet = set().union(*texts.values())
     kept = tokenizer.decode(tokenizer(" ".join(sorted(alphabet)))["input_ids"])
-    suspects, lost = alphabet - set(kept), {}  # special tokens are made of others than they are
+    # Only suspects, because special tokens may have characters that are lost elsewhere
+    suspects, lost = alphabet - set(kept), {}
     for origin, text in texts.items():
         if not suspects.isdisjoint(text):
             kept = tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"])
-            lost[origin] = (suspects & set(text)) - set(kept)
-    rows = [origin for origin in lost if lost[origin]]
-    if rows:
+            if characters := (suspects & set(text)) - set(kept):
+                lost[origin] = characters
+    if lost:
         characters = "".join(sorted(set().union(*lost.values())))
         yield (
-            f"{rows[0]}, and so {len(rows):,} of {len(texts):,}: the tokenizer loses characters of "
-            f"the {name}, of all together {characters[:40]!r}"
+            f"{next(iter(lost))} (one of {len(lost):,} in {len(texts):,}): the tokenizer loses "
+            f"these characters of the {name}: {characters[:40]!r}"
         )
 
 
 def notes_on_template(run, rows, stop_ids):
-    """What the chat template writes before and after an answer."""
+    """Note what the chat template does not write before and after an answer."""
     row = next(filter(messages_of, rows), None)
     if row is None:
         return
@@ -359,26 +363,27 @@ def notes_on_template(run, rows, stop_ids):
         return run.tokenizer.apply_chat_template(messages, tokenize=False, **options)
 
     try:
-        plain, asked = (render(QUESTION, add_generation_prompt=is_on) for is_on in (False, True))
+        without_prompt = render(QUESTION, add_generation_prompt=False)
+        with_prompt = render(QUESTION, add_generation_prompt=True)
         answered = render(QUESTION, ANSWER)
-    except Exception:  # a template may want other messages
+    except Exception:  # the template may require other messages
         return
-    before, found, after = answered.partition("ANSWER")
-    if not found:
+    before, has_answer, after = answered.partition("ANSWER")
+    if not has_answer:
         return
-    # Without a generation prompt, what stands before an answer is the model's to write
-    missing = before.removeprefix(asked).strip()
-    if plain == asked and before.startswith(asked) and missing:
+    # Without a generation prompt, the model must write everything before its answer
+    missing = before.removeprefix(with_prompt).strip()
+    if without_prompt == with_prompt and before.startswith(with_prompt) and missing:
         yield (
-            f"the chat template has no generation prompt: the model itself has to begin its turn "
-            f"with {missing!r}"
+            f"the chat template has no generation prompt, so the model itself has to begin its "
+            f"turn with {missing!r}"
         )
     token_ids = run.tokenizer(after.strip(), add_special_tokens=False)["input_ids"]
     if not token_ids:
-        yield "the chat template writes nothing after an answer: no token says that it ends"
+        yield "the chat template writes nothing after an answer, so no token marks its end"
     elif token_ids[0] not in stop_ids:
         token = run.tokenizer.convert_ids_to_tokens(token_ids[0])
         yield (
-            f"the chat template ends an answer with {token!r}, which is no stop token: a response "
-            f"would go on; add --stop_token '{token}', or see --chat_template"
+            f"the chat template ends an answer with {token!r}, which is not a stop token, so "
+            f"responses would go on; add --stop_token '{token}', or see --chat_template"
         )

@@ -1,12 +1,12 @@
-"""Writes a library in place of libnuma into a virtual environment.
+"""Write a library that replaces libnuma into a virtual environment.
 
     .venv/bin/python scripts/internal/make_libnuma_stub.py
 
-vLLM's CPU build does not load without libnuma.so.1, which fresh machines lack, which no wheel
-brings, and which only root can install (`apt-get install libnuma1`). vLLM asks it to keep memory on
-the socket of the process. The stub answers as libnuma does where that is not permitted, as in most
-containers: numa_available() is -1, and then vLLM asks no more. Where the real library is found, it
-is taken. scripts/setup.sh calls this. x86-64 only, as vLLM's build.
+vLLM's CPU build does not load without libnuma.so.1. Many systems lack it, no wheel contains it, and
+only root can install it (`apt-get install libnuma1`). vLLM uses it to keep memory on the socket of
+the process. In the stub numa_available() returns -1, as libnuma does where this is not permitted,
+for example in most containers, and vLLM then makes no other calls. If the system has libnuma, that
+is loaded instead. scripts/setup.sh calls this program. Like vLLM's build, it is for x86-64 only.
 """
 
 import struct
@@ -14,7 +14,7 @@ import sysconfig
 from pathlib import Path
 
 SONAME = "libnuma.so.1"
-# What vLLM calls, each with the version of libnuma's interface that it asks for
+# The functions that vLLM calls, each with the version of libnuma's interface that vLLM links to
 FUNCTIONS = {
     "numa_available": "libnuma_1.1",
     "numa_migrate_pages": "libnuma_1.1",
@@ -26,7 +26,7 @@ FUNCTIONS = {
     "numa_set_membind": "libnuma_1.2",
 }
 RETURN_MINUS_ONE = bytes.fromhex("b8ffffffff c3")  # mov eax, -1; ret
-# Python runs this line as it starts
+# Python runs this line when it starts
 PTH = "import libnuma_or_stub\n"
 LOADER = f"""import ctypes
 import os
@@ -34,13 +34,13 @@ import os
 try:
     ctypes.CDLL("{SONAME}")
 except OSError:
-    # What is loaded later finds it by its name
+    # Libraries that are loaded later find it by its name
     ctypes.CDLL(os.path.join(os.path.dirname(__file__), "libnuma_stub.so.1"))
 """
 
 
 def elf_hash(name: str) -> int:
-    """ELF's hash of a name.
+    """Return ELF's hash of a name.
 
     >>> hex(elf_hash("GLIBC_2.2.5"))
     '0x9691a75'
@@ -53,22 +53,22 @@ def elf_hash(name: str) -> int:
 
 
 def shared_library(soname: str, functions: dict[str, str], code: bytes) -> bytes:
-    """An ELF file for Linux on x86-64, in which functions, by their versions, all are one code.
+    """Return an ELF file for Linux on x86-64, in which all functions have the same code.
 
-    The parts are those of elf(5), in this order: headers, the code, then tables (names, symbols and
-    their hashes and versions), and in a page of its own, as the loader writes to it, the dynamic
-    section.
+    `functions` has the version of each. The parts of the file are described in elf(5). They are, in
+    this order, headers, the code, tables (names, symbols and their hashes and versions), and the
+    dynamic section, which has its own page because the loader writes to it.
     """
-    versions = [soname, *sorted(set(functions.values()))]  # the first stands for the file itself
+    versions = [soname, *sorted(set(functions.values()))]  # the first is that of the file itself
     names = b"\0" + b"".join(f"{name}\0".encode() for name in [*versions, *functions])
     position = {name: names.index(f"\0{name}\0".encode()) + 1 for name in [*versions, *functions]}
 
-    code_at = 64 + 4 * 56  # behind the header and four segments
+    code_at = 64 + 4 * 56  # after the header and four segments
     symbols = bytes(24)
     for name in functions:
-        # A global function (0x12), of default visibility, in any section, so that it is defined
+        # A global function (0x12) of default visibility. It has a section, so it is defined
         symbols += struct.pack("<IBBHQQ", position[name], 0x12, 0, 1, code_at, len(code))
-    # One bucket, whose symbols follow each other
+    # One bucket with a chain of all symbols
     count = len(functions) + 1
     hashes = struct.pack(f"<{3 + count}I", 1, count, 1, 0, *range(2, count), 0)
     indices = [versions.index(version) + 1 for version in functions.values()]
@@ -99,14 +99,14 @@ def shared_library(soname: str, functions: dict[str, str], code: bytes) -> bytes
 
     page, size = 0x1000, len(dynamic_section)
     read, write, execute = 4, 2, 1
-    segments = [  # (its kind, what may be done to it, offset, address, size, alignment)
+    segments = [  # (type, permissions, offset, address, size, alignment)
         (1, read | execute, 0, 0, dynamic_at, page),
         (1, read | write, dynamic_at, page + dynamic_at, size, page),
-        (2, read | write, dynamic_at, page + dynamic_at, size, 8),  # where the dynamic section is
-        (0x6474E551, read | write, 0, 0, 0, 16),  # a stack that is not executed
+        (2, read | write, dynamic_at, page + dynamic_at, size, 8),  # the dynamic section
+        (0x6474E551, read | write, 0, 0, 0, 16),  # a stack that is not executable
     ]
     header = b"\x7fELF" + bytes([2, 1, 1]) + bytes(9)  # 64 bits, little-endian
-    # A shared library (3) for x86-64 (62); sizes of the header and of four segments, no sections
+    # A shared library (3) for x86-64 (62), sizes of the header and of four segments, no sections
     header += struct.pack("<HHIQQQIHHHHHH", 3, 62, 1, 0, 64, 0, 0, 64, 56, 4, 64, 0, 0)
     for kind, flags, offset, address, size, alignment in segments:
         values = (offset, address, address, size, size, alignment)
@@ -115,7 +115,7 @@ def shared_library(soname: str, functions: dict[str, str], code: bytes) -> bytes
 
 
 def write_stub(folder: Path) -> None:
-    """The library, and what loads it at Python's start, in a folder of packages."""
+    """Write the library and the files that load it at Python's start into a folder of packages."""
     library = shared_library(SONAME, FUNCTIONS, RETURN_MINUS_ONE)
     (folder / "libnuma_stub.so.1").write_bytes(library)
     (folder / "libnuma_or_stub.py").write_text(LOADER, "utf-8")

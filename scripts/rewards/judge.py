@@ -48,8 +48,8 @@ LATER = (openai.APIConnectionError, openai.RateLimitError, openai.InternalServer
 
 if not URL or not MODEL:
     raise RuntimeError(
-        "the judge needs TANDEM_JUDGE_URL, as http://localhost:8000/v1, and TANDEM_JUDGE_MODEL, "
-        "the model's name there"
+        "the judge needs TANDEM_JUDGE_URL, such as http://localhost:8000/v1, and "
+        "TANDEM_JUDGE_MODEL, the name of the model at this server"
     )
 
 # The client uses the environment's proxy, which may not know this cluster's servers. Errors name
@@ -79,12 +79,12 @@ Say in three sentences at most what is right and what is wrong in it. Then end w
 
 
 def write_request(question: str, ground_truth: str, response: str) -> str:
-    """What the judge is asked; the same for the same response, so that it has the same score.
+    """Return the request to the judge. It is always the same for the same response.
 
     >>> write_request("Why?", "It says why.", "Because.").splitlines()[10:13]
     ['--- 8e18bd2e335cd21e ---', 'Because.', '--- 8e18bd2e335cd21e ---']
     """
-    # No text can be found that holds its own hash
+    # A policy cannot learn this mark, because no text that has its own hash can be found
     mark = f"--- {hashlib.sha256(response.encode()).hexdigest()[:16]} ---"
     parts = {"question": question, "ground_truth": ground_truth, "response": response}
     return REQUEST.format(mark=mark, **parts)
@@ -97,17 +97,17 @@ def read_verdict(answer: str) -> float:
     0.7
     """
     last_line = (answer.strip().splitlines() or [""])[-1]
-    found = re.fullmatch(
+    match = re.fullmatch(
         r"[\s*_#]*Score[\s*_]*:[\s*_]*(\d+(?:\.\d+)?)(?: */ *10)?[\s*_.]*", last_line, re.IGNORECASE
     )
-    if not found or float(found[1]) > 10:
-        raise ValueError(f'no "Score: N", N from 0 to 10, ends what the judge says: {last_line!r}')
-    return float(found[1]) / 10
+    if not match or float(match[1]) > 10:
+        raise ValueError(f'the judge must end with "Score: N", N from 0 to 10, not {last_line!r}')
+    return float(match[1]) / 10
 
 
 async def ask(request: str) -> str:
     """Return the judge's answer. Raise TimeoutError after SECONDS, or the server's error."""
-    trouble, pause = "", 0.25
+    last_error, pause = "", 0.25
     job = {"model": MODEL, "messages": [{"role": "user", "content": request}]}
     job |= {"temperature": 0.0, "max_completion_tokens": TOKENS}
     client = openai.AsyncOpenAI(base_url=URL, api_key=KEY, timeout=SECONDS, max_retries=0)
@@ -118,13 +118,13 @@ async def ask(request: str) -> str:
                     completion = await client.chat.completions.create(**job)
                     return str(completion.choices[0].message.content)
                 except LATER as error:  # max_retries would hide the reason
-                    trouble = f"; the last error was: {error.__cause__ or error}"
+                    last_error = f"; the last error was: {error.__cause__ or error}"
                 # The pause is random, so that calls are not repeated all at once
                 await asyncio.sleep(pause * random.uniform(0.5, 1))
                 pause *= 2
     except TimeoutError:
-        way = f" {THROUGH}" if PROXY else ""
-        raise TimeoutError(f"{URL}{way}: no answer in {SECONDS:g} s{trouble}") from None
+        through = f" {THROUGH}" if PROXY else ""
+        raise TimeoutError(f"{URL}{through}: no answer in {SECONDS:g} s{last_error}") from None
     except Exception as error:
         if PROXY:
             error.add_note(f"{URL} was asked {THROUGH}")

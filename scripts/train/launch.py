@@ -2,8 +2,8 @@
 
     python scripts/train/launch.py RECIPE [FLAG ...] -- [WORD ...]
 
-RECIPE and the FLAGs are what was typed. The WORDs are the launcher's options, the script and its
-flags. The last line says which step is saved, and has the whole command that resumes the run.
+RECIPE and the FLAGs are what the user typed. The WORDs are the launcher's options, the script and
+its flags. The last line says which step is saved, and has the whole command that resumes the run.
 """
 
 import contextlib
@@ -19,9 +19,9 @@ from pathlib import Path
 
 import psutil
 
-# What a recipe reads from the environment
+# The environment variables that recipes read
 VARIABLES = "GPUS MODEL REWARD_MODEL DATA SCRIPT MACHINE_RANK MAIN_PROCESS_IP MAIN_PROCESS_PORT"
-OF_RUN = "run_name", "resume_from_checkpoint"
+RUN_FLAGS = "run_name", "resume_from_checkpoint"
 
 
 def resuming(typed: list[str], run_name: str) -> list[str]:
@@ -30,22 +30,25 @@ def resuming(typed: list[str], run_name: str) -> list[str]:
     >>> resuming(["a.sh", "--run-name=old", "--seed", "2"], "mine")
     ['a.sh', '--seed', '2', '--run_name', 'mine', '--resume_from_checkpoint', 'latest']
     """
-    kept, last = [], ""
+    kept, previous_flag = [], ""
     for word in typed:
+        is_flag = word.startswith("--")
         name, _, _ = word.removeprefix("--").replace("-", "_").partition("=")
-        is_value = last in OF_RUN
-        last = name if word.startswith("--") and "=" not in word else ""
-        if not is_value and (name not in OF_RUN or not word.startswith("--")):
+        is_of_run = name in RUN_FLAGS if is_flag else previous_flag in RUN_FLAGS
+        previous_flag = name if is_flag and "=" not in word else ""
+        if not is_of_run:
             kept.append(word)
     return [*kept, "--run_name", run_name, "--resume_from_checkpoint", "latest"]
 
 
 def last_line(typed: list[str], launched: list[str], run_dir: Path) -> str:
+    """Return which step of a run is saved, and the command that resumes it."""
     args = json.loads((run_dir / "args.json").read_bytes())
-    # A recipe's first stage, such as a reward model, finds its run again without a flag
-    is_found = "latest" in launched and "latest" not in typed
-    words = typed if is_found else resuming(typed, args["run_name"])
-    variables = [f"{x}={shlex.quote(os.environ[x])}" for x in VARIABLES.split() if x in os.environ]
+    # A recipe's first stage, such as a reward model, passes "latest" itself
+    resumes_itself = "latest" in launched and "latest" not in typed
+    words = typed if resumes_itself else resuming(typed, args["run_name"])
+    names = [name for name in VARIABLES.split() if name in os.environ]
+    variables = [f"{name}={shlex.quote(os.environ[name])}" for name in names]
     command = " ".join([*variables, shlex.join(["bash", *words])])
     steps = [path.name.removeprefix("step_") for path in run_dir.glob("checkpoints/step_*")]
     steps = [int(step) for step in steps if step.isdecimal()]
@@ -55,7 +58,7 @@ def last_line(typed: list[str], launched: list[str], run_dir: Path) -> str:
 
 
 def die_with_parent():
-    """Make the launcher end with this process. Its scripts end with the launcher."""
+    """Let the launcher end with this process. Its scripts end with the launcher."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1 is PR_SET_PDEATHSIG
 
 
@@ -78,15 +81,15 @@ def main():
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, pass_on)
         status, run_dir = process.wait(), os.fsdecode(file.read())
-    for rank in ranks:  # one that is still importing does not die with the launcher
+    for rank in ranks:  # a rank that is still importing does not end with the launcher
         with contextlib.suppress(psutil.NoSuchProcess):
             rank.kill()
-    psutil.wait_procs(ranks, timeout=10)  # nothing of theirs comes after the last line
+    psutil.wait_procs(ranks, timeout=10)  # so that the last line comes after their output
     if status and run_dir:
         print(last_line(typed, launched, Path(run_dir)), flush=True)
     elif received:
         print("Nothing is saved, because the run had not begun", flush=True)
-    if signal.SIGINT in received:  # so that a loop in a shell ends as well
+    if signal.SIGINT in received:  # let a loop in a shell end as well
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
     sys.exit(status if status >= 0 else 128 - status)

@@ -1,4 +1,4 @@
-"""scripts/rewards/code_sandbox.py: right programs score, and hostile ones reach nothing."""
+"""Test scripts/rewards/code_sandbox.py: correct programs score, and hostile ones reach nothing."""
 
 import importlib
 import itertools
@@ -17,6 +17,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import sandbox_worker
 from helpers import REPO
 from helpers.machines import why_no_sandbox
 from helpers.processes import wait_until
@@ -31,11 +32,11 @@ def load():
 
 @pytest.fixture(scope="module")
 def sandbox():
-    # Only this is a reason to skip: a sandbox with a hole, too, does not load
+    # Nothing else is a reason to skip, because a sandbox with a hole does not load either
     if reason := why_no_sandbox():
         pytest.skip(reason)
     with pytest.MonkeyPatch.context() as patch:
-        # So long that a slow machine is no reason to fail
+        # These limits are so long that a slow machine does not fail
         for name, value in {"SECONDS": 60, "TOTAL_SECONDS": 120, "MEMORY_MB": 512}.items():
             patch.setenv(f"TANDEM_SANDBOX_{name}", str(value))
         return load()
@@ -54,7 +55,7 @@ libc = ctypes.CDLL(None)
 
 @pytest.fixture
 def run(sandbox):
-    """Whether each program comes to its end, in one sandbox, one after another."""
+    """Return whether each program reaches its end. All run in one sandbox, one after another."""
     return lambda texts: sandbox.run_in_sandbox(IMPORTS, [{"test": text} for text in texts])
 
 
@@ -73,7 +74,7 @@ HUMANEVAL = {
 PAIRS = {"inputs": ["1 2\n", "3 4"], "outputs": ["3\n", "7"]}
 
 
-# These would pass assertions that were judged in their own process
+# These programs would pass assertions that are judged in their own process
 EQUAL_TO_EVERYTHING = """class Equal(str):
     def __eq__(self, other): return True
 def double(x): return Equal()"""
@@ -84,15 +85,13 @@ def double(x):
     return ast.literal_eval(frame.f_locals["case"]["test"].split("==")[1].strip())"""
 
 
-# A response, a ground truth, and the share of test cases that pass
+# (a response, a ground truth, the fraction of test cases that pass)
 SCORES = [
     (HONEST, HONEST_TESTS, 1.0),
     (EQUAL_TO_EVERYTHING, HONEST_TESTS, 0.0),
     (READING_THE_ASSERTION, HONEST_TESTS, 0.0),
     (HONEST, json.dumps(HONEST_TESTS), 1.0),
-    (HONEST.partition("\n```\nIt")[0], HONEST_TESTS, 1.0),  # cut off
     (WRONG, HONEST_TESTS, 0.5),
-    ("I would rather not.", HONEST_TESTS, 0.0),
     (HONEST, ["assert double(2) > 3", "assert double(2) < 3"], 0.5),
     (NODE, MBPP, 1.0),  # the set-up uses the program's class
     ("    return max(numbers)", HUMANEVAL, 1.0),
@@ -104,26 +103,26 @@ SCORES = [
 ]
 
 
-def test_score_is_the_share_of_test_cases_passed(score):
-    found = [(response, truth, score(response, truth)) for response, truth, _ in SCORES]
-    assert found == SCORES
+def test_score_is_the_fraction_of_test_cases_passed(score):
+    scores = [(response, truth, score(response, truth)) for response, truth, _ in SCORES]
+    assert scores == SCORES
     for truth in ("def f", "[]", {"test_list": []}, {"inputs": ["1"]}):
         with pytest.raises(ValueError, match="ground_truth must be a list of assertions"):
             score(HONEST, truth)
 
 
-def test_values_are_the_same_text_where_python_calls_them_equal(sandbox):
+def test_values_have_the_same_text_if_they_are_equal_in_python():
     values = [0, -0.0, False, 1, 1.0, True, 0.1, 10**300, -1e999, Fraction(1, 10), Decimal("0.1")]
     values += [None, "1", "1/1", "", "None", "\n", b"1", bytearray(b"1"), [], (), [1], (1,)]
     values += [["1, 1"], ["1", "1"], set(), {1, "1"}, frozenset({"1", True}), {}, {1: 2}, {"1": 2}]
     for one, other in itertools.product(values, repeat=2):
-        same = sandbox.canonical(one) == sandbox.canonical(other)
-        assert same == (one == other), (one, other)
+        has_same_text = sandbox_worker.canonical(one) == sandbox_worker.canonical(other)
+        assert has_same_text == (one == other), (one, other)
     with pytest.raises(TypeError):
-        sandbox.canonical([1, range(3)])
+        sandbox_worker.canonical([1, range(3)])
 
 
-# Programs that use what the sandbox limits
+# Honest programs that use what the sandbox limits
 THREADS = """resource.setrlimit(resource.RLIMIT_STACK, (-1, -1))
 threading.stack_size(64 << 20)
 def depth(n): return n and depth(n - 1) + 1
@@ -136,7 +135,7 @@ CHILD_PROCESSES = """one, other = multiprocessing.Pipe()
 multiprocessing.Process(target=other.send, args=(7,)).start()
 assert one.recv() == 7
 assert int(subprocess.check_output([sys.executable, "-c", "print(7)"])) == 7"""
-# What a case may leave to the next
+# A program that leaves files and processes, and one that needs an empty /tmp and 12 processes
 LEFT = """os.makedirs('a/b')
 open('a/b/c', 'w')
 try:
@@ -146,12 +145,12 @@ CLEAN = "assert os.listdir('/tmp') == []\npids = [os.fork() or os._exit(0) for _
 CLOSED = "os.makedirs('a/b')\nos.chmod('a', 0)"
 
 
-def test_cases_have_what_they_need_and_nothing_of_those_before(run):
+def test_case_has_what_it_needs_and_nothing_of_earlier_cases(run):
     assert run([THREADS, CHILD_PROCESSES, LEFT, CLEAN]) == [True] * 4
-    assert run([CLOSED, CLEAN]) == [True, False]  # what a program closes costs its own cases
+    assert run([CLOSED, CLEAN]) == [True, False]  # a program that locks a folder harms only itself
 
 
-# Has three children that hold 300 MB each at the same time
+# A program with three children that have 300 MB each at the same time
 CHILDREN = """read, write = os.pipe()
 for _ in range(3):
     if os.fork() == 0:
@@ -162,9 +161,9 @@ for _ in range(3):
         time.sleep(60)
 ready = 0
 while ready < 3: ready += len(os.read(read, 3))"""
-# None of these programs comes to its end
+# None of these programs reaches its end
 HOSTILE = {
-    # They reach for
+    # Reaching out of the sandbox
     "network": "socket.create_connection(('127.0.0.1', PORT), 5)",
     "home folder": "open('HOME_FILE').read()",
     "project": "os.listdir('REPO')",
@@ -177,7 +176,7 @@ HOSTILE = {
     "moving its parent": "os.sched_setaffinity(1, {0})",
     "socket to another family": "socket.socketpair(socket.AF_INET)",
     "user namespace": "assert libc.unshare(0x10000000) == 0",
-    # They leave early
+    # Ending early
     "sys.exit": "sys.exit(0)",
     "os._exit": "os._exit(0)",
     "killing its parent": "one = os.getppid()\nos.kill(one, 9)\nassert os.getppid() != one",
@@ -185,7 +184,7 @@ HOSTILE = {
     try: os.write(fd, b'{"reached_end": true, "stdout": ""}\\n' * 9)
     except OSError: pass
 os._exit(0)""",
-    # They take too much
+    # Taking too much
     "processes": "pids = [os.fork() or time.sleep(60) for _ in range(100)]",
     "10 GB": "bytearray(10 << 30)",
     "disk": "file = open('x', 'wb')\nfor _ in range(100): file.write(bytes(1 << 20))",
@@ -198,13 +197,16 @@ def test_every_closed_call_is_closed(sandbox, run):
     column = list(sandbox.ARCHITECTURES).index(platform.machine())
     call = "libc = ctypes.CDLL(None, use_errno=True)\nassert libc.syscall({}, 0, 0, 0, 0, 0) == -1"
     call += "\nassert ctypes.get_errno() == 38  # ENOSYS"
-    closed = run([call.format(call_of[column]) for call_of in sandbox.CLOSED_CALLS.values()])
-    assert dict(zip(sandbox.CLOSED_CALLS, closed, strict=True)) == dict.fromkeys(
-        sandbox.CLOSED_CALLS, True
-    )
+    are_closed = run([call.format(numbers[column]) for numbers in sandbox.CLOSED_CALLS.values()])
+    open_calls = [
+        name
+        for name, is_closed in zip(sandbox.CLOSED_CALLS, are_closed, strict=True)
+        if not is_closed
+    ]
+    assert open_calls == []
 
 
-def test_hostile_program_gets_nothing_and_disturbs_nobody(run, tmp_path, monkeypatch):
+def test_hostile_program_gets_nothing_and_does_not_disturb_others(run, tmp_path, monkeypatch):
     monkeypatch.setenv("TANDEM_SECRET", "1")
     tmp_path.chmod(0o777)
     text = json.dumps([line for program in HOSTILE.values() for line in (program, "pass")])
@@ -216,13 +218,14 @@ def test_hostile_program_gets_nothing_and_disturbs_nobody(run, tmp_path, monkeyp
         for word, place in (places | {"REPO": REPO, "OUTSIDE": tmp_path}).items():
             text = text.replace(word, str(place))
         results = run(json.loads(text))
-    came, honest = (dict(zip(HOSTILE, results[i::2], strict=True)) for i in (0, 1))
-    assert came == dict.fromkeys(HOSTILE, False)
+    # After each hostile program an honest one ran
+    hostile, honest = (dict(zip(HOSTILE, results[i::2], strict=True)) for i in (0, 1))
+    assert hostile == dict.fromkeys(HOSTILE, False)
     assert honest == dict.fromkeys(HOSTILE, True)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_sandboxes_side_by_side_have_processes_memory_and_files_of_their_own(score):
+def test_simultaneous_sandboxes_have_their_own_processes_memory_and_files(score):
     bomb = """import os, time
 end = time.monotonic() + 2
 while time.monotonic() < end:
@@ -245,7 +248,7 @@ def is_running(mark):
 
 
 def test_endless_cases_end_in_time_and_with_their_worker(sandbox, score, monkeypatch):
-    # Sixteen processes that want all of the processors, and leave process 1 of the sandbox none
+    # Sixteen busy processes leave no processor to process 1 of the sandbox
     mark = f"# {time.time_ns()}"
     program = f"""import os, time
 case = int(input())
@@ -259,14 +262,14 @@ if case == 1:
             score(program, {"inputs": ["1"], "outputs": [""]})
         finally:
             os._exit(1)
-    wait_until(lambda: is_running(mark), "it runs")
+    wait_until(lambda: is_running(mark), "the program runs")
     os.kill(worker, signal.SIGKILL)
     os.waitpid(worker, 0)
     wait_until(lambda: not is_running(mark), "the sandbox ends with its worker", seconds=20)
     monkeypatch.setattr(sandbox, "CASE_SECONDS", 3)
-    monkeypatch.setattr(sandbox, "TOTAL_SECONDS", 12)  # over in the last case but one
+    monkeypatch.setattr(sandbox, "TOTAL_SECONDS", 12)  # ends during the seventh case
     assert score(program, {"inputs": [*"01020111"], "outputs": [""] * 8}) == 3 / 8
-    # Long before that of its case
+    # The program ends long before the limit of its case
     wait_until(lambda: not is_running(mark), "the end of the program", seconds=20)
 
 
@@ -282,7 +285,7 @@ def test_without_bubblewrap_nothing_runs(monkeypatch, tmp_path):
 
 
 def test_sandbox_with_holes_is_refused(sandbox, monkeypatch):
-    # The other namespaces stay: what the sandbox kills, and what its probes make, is in them
+    # The other namespaces remain, because the sandbox kills processes, and its probes make some
     holes = {"--new-session": "--share-net", "--disable-userns": "--as-pid-1"}
     whole = sandbox.sandbox_command
     broken = lambda drop_root: [holes.get(word, word) for word in whole(drop_root)]  # noqa: E731

@@ -1,4 +1,4 @@
-"""What takes over a dataset and rewards of TRL: trl.py of data_preprocess, trl_rewards.py."""
+"""Test the programs that use a dataset and rewards of TRL: trl.py and trl_rewards.py."""
 
 import functools
 import runpy
@@ -15,7 +15,7 @@ from ppo_vllm_async import Args, Prompt, Response
 
 PROGRAM = REPO / "scripts" / "data_preprocess" / "trl.py"
 REWARD_FN = f"{REPO}/scripts/rewards/trl_rewards.py"
-# In TRL's form: lists in, a list out, a column of the dataset by its name
+# Rewards in TRL's form: they get lists, return a list, and get columns of the dataset by name
 REWARDS = """
 import asyncio
 
@@ -43,7 +43,7 @@ class Judge:
 
     async def __call__(self, completions, **kwargs):
         loop = asyncio.get_running_loop()
-        self.client = self.client or loop  # as a client's session, which is for one loop alone
+        self.client = self.client or loop  # like a client's session, which belongs to one loop
         await asyncio.sleep(0)
         assert self.client is loop
         return [0.75 for _ in completions]
@@ -54,26 +54,32 @@ CHAT = [{"role": "user", "content": "12="}]
 ROW = {"prompt": "12=", "answer": "21", "task": "sort", "hints": [{"text": "sort"}]}
 ESSAY, WRONG = ROW | {"task": "essay"}, ROW | {"answer": "12"}
 BOTH = "accuracy,brevity=0.1"
-# Functions, a row of TRL's; the score of a response that says 21 in four tokens, whether it is
-# right, and metrics
+# Functions, a row of TRL's dataset, the score of a response with "21" in four tokens, whether it is
+# correct, and metrics
 GRADED = [
     (BOTH, ROW, 1.025, 1, {"accuracy": 1.0, "brevity": 0.25}),
     (BOTH, ROW | {"prompt": CHAT}, 1.025, 1, {"accuracy": 1.0, "brevity": 0.25}),
     (BOTH, WRONG, 0.025, 0, {"accuracy": 0.0, "brevity": 0.25}),
     (BOTH, ESSAY, 1.0, 1, {"accuracy": 1.0}),  # a reward that does not apply
     (BOTH, ROW | {"completion": "21"}, 1.025, 1, {"accuracy": 1.0, "brevity": 0.25}),
-    ("accuracy=0.5", ROW, 0.5, 1, {"accuracy": 1.0}),  # the first says what is right
+    ("accuracy=0.5", ROW, 0.5, 1, {"accuracy": 1.0}),  # the first function decides what is correct
     ("accuracy,brevity=8", WRONG, 2.0, 0, {"accuracy": 0.0, "brevity": 0.25}),
-    ("brevity,accuracy", ESSAY, 1.0, 1, {"accuracy": 1.0}),  # it does not apply: the score says it
+    (
+        "brevity,accuracy",
+        ESSAY,
+        1.0,
+        1,
+        {"accuracy": 1.0},
+    ),  # the first does not apply, so the score decides
     ("overlong", ROW, -1.0, 0, {"overlong": -1.0}),
     ("telling", ROW, 0.5, 0, {"telling": 0.5, "length": 8.0}),
-    *[("judge", ROW, 0.75, 0, {"judge": 0.75})] * 2,  # again, by the client of the call before
+    *[("judge", ROW, 0.75, 0, {"judge": 0.75})] * 2,  # the second call uses the client of the first
 ]
 
 
 @pytest.fixture(autouse=True)
 def my_rewards(tmp_path, monkeypatch):
-    """The run starts where TRL's rewards lie."""
+    """Work in a folder with rewards of TRL."""
     monkeypatch.chdir(tmp_path)
     write_text(tmp_path / "my_rewards.py", REWARDS)
     load.cache_clear()
@@ -83,7 +89,7 @@ def my_rewards(tmp_path, monkeypatch):
 
 @pytest.fixture
 def convert(assets, monkeypatch, tmp_path):
-    """convert(row of TRL's): a Prompt of the script's, from what the program writes."""
+    """Return convert(row of TRL's dataset) -> the script's Prompt of what the program writes."""
     tokenizer = AutoTokenizer.from_pretrained(assets / "model")
 
     def convert(row, answer="answer"):
@@ -112,34 +118,34 @@ def load(names):
     return script.load_function(f"{REWARD_FN}:{names}", Path(REWARD_FN).read_bytes())
 
 
-def test_functions_of_trl_work_as_they_are_or_it_is_said_why_not():
-    for names, row, score, is_right, metrics in GRADED:
+def test_functions_of_trl_work_without_changes_or_give_a_reason():
+    for names, row, score, is_correct, metrics in GRADED:
         graded = grade(row, ",".join(f"my_rewards.{name}" for name in names.split(",")))
         assert graded.failure is None and graded.verifiable == pytest.approx(score)
-        told = dict(graded.reward_metrics)
-        told.pop("right", None)
-        assert told == metrics
+        logged = dict(graded.reward_metrics)
+        logged.pop("right", None)
+        assert logged == metrics
         means = script.score_metrics("eval", [graded], Args())
-        assert means["eval/verifiable_correct_rate"] == is_right
+        assert means["eval/verifiable_correct_rate"] == is_correct
     graded = grade(ESSAY, "my_rewards.brevity")
     assert graded.verifiable is None and "all rewards are None" in graded.failure
 
 
-def test_rows_of_trl_are_the_scripts_with_every_column(convert, tmp_path):
+def test_rows_keep_every_column_of_trl(convert, tmp_path):
     keys = {"tools": [{"type": "function"}], "chat_template_kwargs": {"enable_thinking": False}}
     for row in (ROW, ROW | {"prompt": CHAT} | keys):
         prompt = convert(row)
         assert "12=" in prompt.text and prompt.ground_truth == row["answer"]
         assert prompt.extra_info == row
-    # Keys for the chat template stay where they are read
+    # Keys for the chat template stay at the top, where the script reads them
     (row, _) = script.load_rows(str(tmp_path / "out" / "train.parquet"), None, "train")
     assert row | keys == row
 
 
-def test_column_with_the_answer_is_named(convert, capsys):
+def test_answer_names_the_column_with_the_ground_truth(convert, capsys):
     row = {"prompt": CHAT, "answer": None, "solution": ["3", "3.0"]}
     assert convert(row, "solution").ground_truth == ["3", "3.0"]
-    for answer, said in {"answer": "2: nothing in `answer`", "label": "no column `label`"}.items():
+    for answer, error in {"answer": "2: nothing in `answer`", "label": "no column `label`"}.items():
         with pytest.raises(SystemExit):
             convert(row, answer)
-        assert said in "".join(capsys.readouterr())
+        assert error in "".join(capsys.readouterr())

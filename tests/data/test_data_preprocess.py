@@ -1,4 +1,4 @@
-"""scripts/data_preprocess: what they write, what they drop, and that PPO can load it."""
+"""Test what the programs of scripts/data_preprocess write and drop, and that PPO can load it."""
 
 import json
 import runpy
@@ -29,7 +29,7 @@ MESSAGES = [
 ]
 WHO = "\n\nHuman: Who?\n\nAssistant:"
 NUMBER, BOX = "no number after ####", r"no \boxed{}"
-# Of each program: columns, and rows, each with its ground truth, or why it is dropped
+# For each program: its columns, and rows with their ground truth or the reason why they are dropped
 ROWS = {
     "gsm8k": [
         ("question answer", None),
@@ -59,14 +59,14 @@ ROWS = {
         ((WHO, " Me.", " Me."), "Me."),
         ((WHO, " ", " So."), "no text in `chosen`"),
         ((TWO, "Yes.", " No.\n\nHuman: Oh.\n\nAssistant: Yes."), "Yes."),
-        ((TWO, "Yes.", None), "no text in `rejected`"),  # broken, if nothing else of it is
+        ((TWO, "Yes.", None), "no text in `rejected`"),
         (("Hi" + WHO, "Yes.", "No."), "the prompt does not begin with Human:"),
         (("Human: Hi\n\nAssistant: Hello.", "Yes.", "No."), "the prompt does not end with Assist"),
         (("Human: Hi" + WHO, "Yes.", "No."), "the prompt has two turns of one speaker in a row"),
         (("Human: Hi\n\nAssistant:" + WHO, "Yes.", "No."), "the prompt has an empty turn"),
     ],
 }
-# The first row's prompt; the program's last word to the model
+# The beginning and the end of the first row's prompt
 ASKED = {
     "gsm8k": ("How many beans? Think", '"####".'),
     "math_dataset": ("What is $1/4+1/4$? Think", r"put the final answer in \boxed{}."),
@@ -89,7 +89,7 @@ def read(path):
 
 @pytest.fixture
 def preprocess(tmp_path, monkeypatch, capfd):
-    """preprocess("gsm8k", *flags) -> (exit status, lines on stdout, lines on stderr)."""
+    """Return preprocess("gsm8k", *flags) -> (exit status, lines on stdout, lines on stderr)."""
 
     def run(name, *flags):
         flags = [str(flag) for flag in ("--local_save_dir", tmp_path / "out", *flags)]
@@ -109,14 +109,14 @@ def preprocess(tmp_path, monkeypatch, capfd):
 
 @pytest.fixture
 def convert(preprocess, tmp_path):
-    """convert("gsm8k", rows) -> (rows written, what was said of them)."""
+    """Return convert("gsm8k", rows) -> (rows that were written, first line of the output)."""
 
     def convert(name, rows, split="rl"):
         path = write_rows(tmp_path / "train.jsonl", rows)
         flags = ["--split", split] if name == "full_hh_rlhf" else []
-        status, said, errors = preprocess(name, "--local_dataset_path", path, *flags)
+        status, lines, errors = preprocess(name, "--local_dataset_path", path, *flags)
         assert status == 0, errors
-        return read(tmp_path / "out" / "train.parquet"), said[0]
+        return read(tmp_path / "out" / "train.parquet"), lines[0]
 
     return convert
 
@@ -125,16 +125,16 @@ def convert(preprocess, tmp_path):
 def test_rows_are_converted_or_dropped_for_a_reason_and_ppo_loads_them(
     name, convert, tmp_path, assets
 ):
-    written, said = convert(name, rows_of(name))
-    rows = {row["extra_info"]["index"]: row for row in written}  # on the hub, dropped ones counted
+    written, line = convert(name, rows_of(name))
+    rows = {row["extra_info"]["index"]: row for row in written}  # the index before rows are dropped
     for index, (_, outcome) in enumerate(ROWS[name][1:]):
         if index in rows:
             assert rows[index]["reward_model"]["ground_truth"] == outcome
         else:
-            assert f": {outcome}" in said
-    assert f": {index + 1} rows, {len(rows)} kept, {index + 1 - len(rows)} dropped" in said
+            assert f": {outcome}" in line
+    assert f": {index + 1} rows, {len(rows)} kept, {index + 1 - len(rows)} dropped" in line
     template = ppo_vllm_async.AutoTokenizer.from_pretrained(assets / "model").chat_template
-    rule = name != "full_hh_rlhf"  # its rows are for a reward model: their `style` is "model"
+    rule = name != "full_hh_rlhf"  # otherwise the rows are for a reward model
     args = ppo_vllm_async.Args(
         max_prompt_token_length=10_000,
         apply_verifiable_reward=rule,
@@ -152,23 +152,23 @@ def test_rows_are_converted_or_dropped_for_a_reason_and_ppo_loads_them(
 
 
 def test_hh_as_pairs_and_demonstrations(convert):
-    pairs, said = convert("full_hh_rlhf", HH, "rm")
+    pairs, line = convert("full_hh_rlhf", HH, "rm")
     assert pairs == [{"prompt": MESSAGES, "chosen": "Yes.", "rejected": "No."}]
-    assert "`chosen` and `rejected` are the same" in said
-    assert "1: further turns in `rejected`" in said
+    assert "`chosen` and `rejected` are the same" in line
+    assert "1: further turns in `rejected`" in line
     demonstrations, _ = convert("full_hh_rlhf", HH, "sft")
     assert [row["response"] for row in demonstrations] == ["Yes.", "Me.", "Yes."]
 
 
 @pytest.mark.parametrize("split", ["rl", "rm", "sft"])
-def test_hh_of_its_own_form_gives_what_the_split_one_gives(split, convert):
-    """Anthropic's texts are dialogues; an answer to another question is no pair."""
+def test_hh_in_anthropics_form_gives_the_same_rows(split, convert):
+    """Anthropic's texts are whole dialogues. Two with different prompts are not a pair."""
     own = [{name: TWO + row[name] for name in ("chosen", "rejected")} for row in HH[:2]]
     two = own[0] | {"rejected": f"{WHO} No."}
     expected, _ = convert("full_hh_rlhf", [row | {"prompt": TWO} for row in HH[:2]], split)
-    rows, said = convert("full_hh_rlhf", [*own, two], split)
+    rows, line = convert("full_hh_rlhf", [*own, two], split)
     assert rows == expected
-    assert "1: `chosen` and `rejected` have different prompts" in said
+    assert "1: `chosen` and `rejected` have different prompts" in line
 
 
 def test_hub_is_the_default(preprocess, tmp_path, monkeypatch):
@@ -192,17 +192,17 @@ def test_folder_with_a_file_a_split_and_shards(preprocess, tmp_path):
         ("validation.jsonl", GSM8K[4:]),
     ):
         write_rows(tmp_path / "raw" / name, rows)
-    status, said, _ = preprocess("gsm8k", "--local_dataset_path", tmp_path / "raw")
+    status, lines, _ = preprocess("gsm8k", "--local_dataset_path", tmp_path / "raw")
     assert status == 0
     files = {path.stem: len(read(path)) for path in (tmp_path / "out").iterdir()}
     assert files == {"train": 3, "test": 1}
-    assert f"{tmp_path}/out/validation.parquet: not written, because no row is left" in said
+    assert f"{tmp_path}/out/validation.parquet: not written, because no row is left" in lines
 
 
 @pytest.mark.parametrize("name", ["data.jsonl", "my-rows2.parquet", "training.jsonl", "test.jsonl"])
 def test_one_file_is_the_training_split_unless_its_name_says_another(name, preprocess, tmp_path):
-    for given in (write_rows(tmp_path / "raw" / name, GSM8K), tmp_path / "raw"):
-        assert preprocess("gsm8k", "--local_dataset_path", given)[0] == 0
+    for path in (write_rows(tmp_path / "raw" / name, GSM8K), tmp_path / "raw"):
+        assert preprocess("gsm8k", "--local_dataset_path", path)[0] == 0
         (written,) = (tmp_path / "out").iterdir()
         assert written.stem == ("test" if name == "test.jsonl" else "train")
         written.unlink()
@@ -210,7 +210,7 @@ def test_one_file_is_the_training_split_unless_its_name_says_another(name, prepr
 
 NO_SPLIT = "must have one split (train, validation, test) in its name"
 BAD = [
-    # ({file: its text, or rows}, the path that is given, words)
+    # ({file: its text, or rows}, the path that is passed, words of the error)
     ({"train.jsonl": '{"a": 1}\n{{\n'}, "train.jsonl", "is not a JSON object"),
     ({"train.jsonl": [{"b": 3, "a": 4}]}, "", "no column `question`; its columns are b, a"),
     ({"train.jsonl": GSM8K[4:]}, "train.jsonl", "no row is left"),
@@ -241,7 +241,7 @@ def test_instructions_are_the_same_every_time_and_held_out_topics_are_new(prepro
     rows = {split: read(tmp_path / "out" / f"{split}.parquet") for split in ("train", "test")}
     assert all(rows[split] == read(tmp_path / "again" / f"{split}.parquet") for split in rows)
     questions = {split: {row["prompt"][0]["content"] for row in rows[split]} for split in rows}
-    assert len(questions["train"]) == len(rows["train"]) == 2400  # none twice
+    assert len(questions["train"]) == len(rows["train"]) == 2400  # all are different
     assert any("a volcano" in question for question in questions["test"])
     for topic in script["TEST_TOPICS"].split(","):
         assert not any(topic.strip() in question for question in questions["train"])
@@ -250,10 +250,10 @@ def test_instructions_are_the_same_every_time_and_held_out_topics_are_new(prepro
         assert if_constraints.compute_score("instructions", response, truth) == score
 
 
-def test_half_an_emoji_costs_its_row_and_windows_mark_and_dates_nothing(convert, tmp_path):
+def test_half_an_emoji_drops_its_row_but_a_windows_mark_and_dates_are_read(convert, tmp_path):
     half, whole = ({"question": f"How {sad}?", "answer": "#### 4"} for sad in ("\ud83d", "😞é"))
-    rows, said = convert("gsm8k", [half, whole])
-    assert said.endswith("1 dropped (1: half a character, which cannot be written)")
+    rows, line = convert("gsm8k", [half, whole])
+    assert line.endswith("1 dropped (1: half a character, which cannot be written)")
     assert rows[0]["prompt"][0]["content"].startswith("How 😞é?")
     read_rows = runpy.run_path(str(REPO / "scripts/data_preprocess/common.py"))["read_rows"]
     path, row = tmp_path / "marked.jsonl", {"question": "2020-01-01"}

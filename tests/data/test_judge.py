@@ -147,5 +147,5 @@ NO_VERDICTS = ["", "7", "Score:", "Score: -3", "Score: 11", "Score: 8/100", "Sco
 def test_verdict_is_the_number_in_the_last_line_or_none(judge):
     assert {text: judge.read_verdict(text) for text in VERDICTS} == VERDICTS
     for text in NO_VERDICTS:
-        with pytest.raises(ValueError, match="ends what the judge says"):
+        with pytest.raises(ValueError, match="the judge must end with"):
             judge.read_verdict(text)

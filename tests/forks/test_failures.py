@@ -1,4 +1,4 @@
-"""scripts/forks/bugs, and the program that shows them; docs/bug_gallery.md tells of each."""
+"""Test scripts/forks/bugs, benchmark/failures.py, and the figures of docs/bug_gallery.md."""
 
 import ast
 import re
@@ -25,20 +25,20 @@ def test_diff_is_a_few_lines_of_the_script_and_has_its_section(name, tmp_path):
     text = (tmp_path / script).read_text()
     assert text.startswith(f"# A deliberate bug, to learn from: {name} (docs/bug_gallery.md)\n")
     docstring = ast.get_docstring(ast.parse((REPO / script).read_text()))
-    assert ast.get_docstring(ast.parse(text)) == docstring  # --help shows it
+    assert ast.get_docstring(ast.parse(text)) == docstring  # of --help
     changed = [line for line in diff.splitlines() if re.match(r"[-+](?![-+]{2} )", line)]
     assert 0 < len(changed) <= 16
     section = PAGE.split("\n### ")[1:][NAMES.index(name)]
     assert re.findall(r"bugs/(\w+)\.diff", section) == [name]
-    assert "](https://" in section  # the thread that it is from
+    assert "](https://" in section  # the thread that reported it
     assert len(NAMES) == len(fork.names_in(fork.FAILURES)) == 11
 
 
 @each
-def test_row_of_the_page_is_of_the_recorded_runs_and_tells(name):
-    """A diff, a task or a flag of the debug commands that changes asks for new runs."""
+def test_table_of_the_page_has_the_recorded_runs_and_the_metric_shows_the_bug(name):
+    """A change of the diff, the task or the flags of a debug command requires new runs."""
     recorded, failure = read_json_lines(REPO / "docs/data/failures.jsonl"), failures.FAILURES[name]
-    right, wrong, ended = [], [], set()
+    correct, wrong, ended = [], [], set()
     for seed in (1, 2, 3):
         runs = failures.runs_of(name, seed)
         lines = [
@@ -46,14 +46,14 @@ def test_row_of_the_page_is_of_the_recorded_runs_and_tells(name):
         ]
         is_ended = lines[1]["error"] is not None
         ended |= {lines[1]["completed_steps"] + 1} if is_ended else set()
-        right.append(lines[0])
+        correct.append(lines[0])
         wrong.append(lines[1 + is_ended])
-    values = [[failures.value_of(failure, line) for line in side] for side in (right, wrong)]
+    values = [[failures.value_of(failure, line) for line in side] for side in (correct, wrong)]
     below, above = sorted(values)
     assert min(above) - max(below) > max(values[0]) - min(values[0])
     scores = [
         [statistics.fmean(line["metrics"]["objective/scores"][-5:]) for line in side]
-        for side in (right, wrong)
+        for side in (correct, wrong)
     ]
     cells = [", ".join(f"{value:.3g}" for value in side) for side in [*values, *scores]]
     cells.append(f"in step {', '.join(map(str, sorted(ended)))}" if ended else "none does")
@@ -62,8 +62,8 @@ def test_row_of_the_page_is_of_the_recorded_runs_and_tells(name):
     assert f"| {name} | `{failure.metric}`, {steps} | {' | '.join(cells)} |" in PAGE
 
 
-def test_a_wrong_run_that_is_ended_runs_again_without_the_check(monkeypatch, tmp_path, capsys):
-    """The program with a run that is made up."""
+def test_wrong_run_that_the_check_ended_is_repeated_without_it(monkeypatch, tmp_path, capsys):
+    """Use invented results of runs."""
     ran, forked, results = [], [], tmp_path / "a/f.jsonl"
     lines = [{"objective/scores": 0.3, "mismatch/kl": 0.5}] * 40
     caught = f"Traceback:\n{failures.CAUGHT}: 0.06\nvLLM ends\n"
@@ -81,13 +81,13 @@ def test_a_wrong_run_that_is_ended_runs_again_without_the_check(monkeypatch, tmp
     assert ran == [["on", None], ["on", failures.CAUGHT], ["off", None]]
     assert forked == ["temperature", "temperature"]
     assert capsys.readouterr().out.splitlines()[2:] == [
-        "right, seed 1: 0.5, last scores 0.3",
-        "temperature, seed 1: ended in step 1 by check_sampler",
+        "correct, seed 1: 0.5, last scores 0.3",
+        "temperature, seed 1: check_sampler ended it in step 1",
         "temperature, no check, seed 1: 0.5, last scores 0.3",
     ]
-    right, ended, unchecked = read_json_lines(results)
-    assert [line["completed_steps"] for line in (right, ended, unchecked)] == [40, 0, 40]
-    assert ended["error"] == f"{failures.CAUGHT}: 0.06" and right["error"] is None
+    correct, ended, unchecked = read_json_lines(results)
+    assert [line["completed_steps"] for line in (correct, ended, unchecked)] == [40, 0, 40]
+    assert ended["error"] == f"{failures.CAUGHT}: 0.06" and correct["error"] is None
     assert unchecked["metrics"]["mismatch/kl"] == [0.5] * 40
 
     monkeypatch.setattr(sys, "argv", ["failures.py", "temperature", "--show"])
@@ -100,7 +100,7 @@ def test_a_wrong_run_that_is_ended_runs_again_without_the_check(monkeypatch, tmp
 
 
 @pytest.mark.slow
-def test_check_ends_the_wrong_run(assets):
+def test_check_sampler_ends_a_wrong_run(assets):
     script, flags = failures.FAILURES["temperature"].command
     flags = [*flags, "--total_episodes", "512", "--num_evals", "0", "--warm_up_steps", "0"]
     completed, error = failures.start(script, "temperature", "on", flags, seed=1)

@@ -286,7 +286,7 @@ MISTAKES = {
     ),
     "messages of ShareGPT": (
         last(prompt=[{"from": "human", "value": "1="}]),
-        "row 70: a message has `role` and `content`; one has from, value",
+        "row 70: a message must have `role` and `content`, but one has from, value",
         EVERY,
     ),
     "messages as columns": (
@@ -399,7 +399,7 @@ REVERSED = template("{% for m in messages %}<|user|>{{ m.content | trim | revers
 REVERSED = together(SEVENTY, REVERSED)
 OLDER = [ASK, SAYS, {"role": "tool", "content": "1"}, ASK | {"content": "54="}]
 OLDER = together(prompts(OLDER, "1="), TO_USERS)
-QUIET = "learners 1 ! equal | distinct | nobody | template | left out | begins | stop token"
+QUIET = "learners 1 ! equal | distinct | ignored | template | left out | begins | stop token"
 
 LINEAR = {f"linear_num_{name}_heads": 2 for name in ("key", "value")}
 LINEAR |= {f"linear_{name}_head_dim": 8 for name in ("key", "value")}
@@ -413,28 +413,31 @@ SHARES = "of 14.8 GiB available | generate 64 of a step's 64 responses at once |
 
 PLANS = {
     # What is odd about rows and the template
-    "images": (prompts("1=", "2=", **IMAGE), "nobody reads the column images"),
+    "images": (prompts("1=", "2=", **IMAGE), "the column images is ignored"),
     "equal prompts": (prompts("5\u00e9=", "5\u00e8="), "of 70 prompts all are equal"),
     "repeated prompts": (prompts("1=", "2=", "3=", "1=", "1="), "of 70 prompts 3 are distinct"),
     "begun answers": (prompts([ASK, SAYS], [ASK]), "35 of 70 prompts end with a message of the"),
-    "rendered": (prompts("1=", "<|user|>2="), "row 1, and so 35 of 70: | special token <|user|>"),
+    "rendered": (prompts("1=", "<|user|>2="), "row 1 (one of 35 in 70): | special token <|user|>"),
     "no generation prompt": (UNPROMPTED, "begin its turn with '<|assistant|>'"),
     "end of a base model": (BASE, "an answer with '<|end|>' | --stop_token '<|end|>'", EVERY),
     "no end": (ENDLESS, "writes nothing after an answer"),
-    "texts of a chat model": (TEXTS, "70 of 70 prompts are texts ! a second time"),
-    "two begin tokens": (together(BEGINS, TEXTS), "so 70 of 70 that | adds '<|user|>' a second"),
-    "held-out prompts": (SEEN, "70 of the 70 held-out prompts are trained on"),
+    "texts of a chat model": (TEXTS, "70 of 70 prompts are texts, ! a second time"),
+    "two begin tokens": (
+        together(BEGINS, TEXTS),
+        "row 0 (one of 70 in 70) | adds '<|user|>' a second",
+    ),
+    "held-out prompts": (SEEN, "70 of the 70 held-out prompts are also in the training data"),
     "prompt in the answers": (rows(*[TWICE] * 70), "70 of 70 responses begin with their", TRAINER),
-    "both orders": (rows(*[PAIR, TURNED] * 35), "70 pairs are there in both orders", TRAINER),
+    "both orders": (rows(*[PAIR, TURNED] * 35), "70 pairs exist in both orders", TRAINER),
     "changed by the template": (REVERSED, "learners 1 ! distinct"),
     "tool's and older answers": (OLDER, "of 70 prompts 2 are distinct"),
     "says nothing": (prompts([SYSTEM, ASK | {"content": ""}], "5="), "35 are dropped as empty"),
     "characters are lost": (
         LOST,
-        "row 1, and so 35 of 70: | of the prompt, of all together '\u00e9\\u2028\u20ac'",
+        "row 1 (one of 35 in 70): | of the prompt: '\u00e9\\u2028\u20ac'",
     ),
-    "a space is lost": (prompts("1 2="), "characters of the prompt, of all together ' '"),
-    "of a truth": (UNWRITABLE, "row 1, and so 35 of 70: | of the ground truth | '\u00e9': no"),
+    "a space is lost": (prompts("1 2="), "these characters of the prompt: ' '"),
+    "of a truth": (UNWRITABLE, "row 1 (one of 35 in 70): | of the ground truth: '\u00e9': no"),
     "nothing": (SEVENTY, QUIET),
     "thoughts": (together(SEVENTY, THINKS), QUIET),
     # The reward

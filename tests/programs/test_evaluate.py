@@ -1,4 +1,4 @@
-"""scripts/evaluate.py: a saved model's answers to held-out prompts."""
+"""Test scripts/evaluate.py: a saved model's answers to held-out prompts."""
 
 import hashlib
 import importlib
@@ -29,7 +29,7 @@ import grpo_vllm_async as script
 
 
 def row(prompt, score, source="a", failure=None, **changes):
-    """A line of responses.jsonl whose verifiable score is its score."""
+    """Return a line of responses.jsonl whose verifiable score is its score."""
     line = {"score": score, "verifiable_score": score, "failure": failure, "length": 4}
     line |= {"problem": str(prompt), "data_source": source, "stopped": True, "reward_metrics": {}}
     return line | changes
@@ -44,7 +44,7 @@ def test_figures_are_means_over_the_prompts_that_have_them():
     assert figures["pass@1"]["mean"] == (1.0 + 0.5) / 2
     assert figures["pass@2"] == {"mean": 1.0, "low": 0.2065, "high": 1.0, "prompts": 1}
 
-    # A reward's own: NaN and what a failed one lacks are no numbers, `right` says what is right
+    # Of the numbers that rewards return, NaN and missing ones are ignored. `right` means correct
     own = [{"strict": float(i > 1), "right": float(i > 2)} for i in range(4)]
     rows = [row(i, 0.95, reward_metrics=metrics) for i, metrics in enumerate(own)]
     rows += [row(4, None, failure="hangs"), row(5, 0.95, reward_metrics={"strict": math.nan})]
@@ -52,7 +52,7 @@ def test_figures_are_means_over_the_prompts_that_have_them():
     assert figures["reward/strict"] == {"mean": 0.5, "low": 0.15, "high": 0.85, "prompts": 4}
     assert figures["pass@1"]["mean"] == 0.2 and figures["score"]["prompts"] == 5
 
-    # Prompts are the units, however often they are answered; one that is there twice is no pass@2
+    # Intervals are over prompts, not answers. A single prompt that is there twice gives no pass@2
     few = [row(prompt, float(prompt < 15)) for prompt in range(30)]
     expected = {"mean": 0.5, "low": 0.3315, "high": 0.6685, "prompts": 30}
     for rows in (few, [line for line in few for _ in range(32)]):
@@ -61,7 +61,7 @@ def test_figures_are_means_over_the_prompts_that_have_them():
     assert [name for name in evaluate.figures_of([*few, few[0]]) if "pass" in name] == ["pass@1"]
 
 
-def test_interval_knows_what_a_right_answer_is_worth_and_is_the_normal_one_without_limits():
+def test_interval_has_the_worth_of_an_answer_as_limit_and_is_the_normal_one_without_limits():
     wrong = [row(prompt, 0.0) for prompt in range(30)]
     highs = [evaluate.summarize(wrong, worth)["score"]["high"] for worth in (1.0, 10.0)]
     assert highs == [0.1135, 1.1352]
@@ -73,7 +73,7 @@ def test_interval_knows_what_a_right_answer_is_worth_and_is_the_normal_one_witho
 
 
 def test_two_models_are_compared_prompt_by_prompt():
-    """Their own intervals overlap; that of the difference leaves 0 out."""
+    """The intervals of the models overlap, but that of the difference does not contain 0."""
     one = [row(prompt, float(prompt % 10 < 4 or prompt >= 80)) for prompt in range(100)]
     other = [row(prompt, float(prompt % 10 < 4)) for prompt in range(100)]
     low, high = (evaluate.summarize(rows)["score"] for rows in (other, one))
@@ -81,16 +81,16 @@ def test_two_models_are_compared_prompt_by_prompt():
     differences = evaluate.compare(one, other[::-1])
     counts = {"better": 12, "worse": 0, "equal": 88}
     assert differences["score"] == {"mean": 0.12, "low": 0.0495, "high": 0.1858} | counts
-    # Nothing is known of prompts that one has no score of
+    # Prompts for which one model has no score are left out
     few = [row(prompt, None, failure="hangs") for prompt in range(80)]
     figure = evaluate.compare([*few, *one[80:]], other)["score"]
     assert [figure[name] for name in counts] == [12, 0, 8] and figure["high"] <= 1
 
 
 class FakeVLLM:
-    """Of the samples of a prompt the first is right, the others are empty."""
+    """Answer the first sample of each prompt correctly, and all others with an empty text."""
 
-    made: ClassVar = []  # of each: its model, its weights, what it was asked
+    made: ClassVar = []  # all instances
     is_blind = False  # all answers are empty
 
     def __init__(self, *rest):
@@ -114,10 +114,10 @@ class FakeVLLM:
 
 @pytest.fixture
 def faked_run(assets, small_eval, monkeypatch, tmp_path):
-    """The folder of a run with a model, which FakeVLLM answers for."""
+    """Return the folder of a run with a model, for which FakeVLLM answers."""
     options = {"eval_dataset": str(small_eval), "num_eval_prompts": 10, "dtype": "float32"}
     args = script.Args(temperature=0.7, response_length=8, stop_token_ids=(1,), **options)
-    # As a run of the PPO scripts writes it: with flags that are not of this script
+    # The PPO scripts also write flags that this script does not have
     arguments = asdict(args) | {"gamma": 1.0, "model_name_or_path": str(assets / "model")}
     write_text(tmp_path / "run" / "args.json", json.dumps(arguments))
     shutil.copytree(assets / "model", tmp_path / "run" / "model")
@@ -134,13 +134,13 @@ def change_args(run_dir, **changes):
 
 
 def call(*words):
-    """What evaluate.py prints, its columns not aligned; or the last line of its errors."""
-    status, said, errors = call_main(evaluate, *words)
-    return errors.splitlines()[-1] if status else re.sub(" +", " ", said)
+    """Return what evaluate.py prints, with single spaces, or the last line of its errors."""
+    status, output, errors = call_main(evaluate, *words)
+    return errors.splitlines()[-1] if status else re.sub(" +", " ", output)
 
 
 def evaluation_in(run_dir):
-    """Figures and responses of the newest."""
+    """Return figures and responses of a run's newest evaluation."""
     path = sorted(run_dir.glob("evaluations/*/evaluation.json"), key=os.path.getmtime)[-1]
     rows = read_json_lines(path.with_name("responses.jsonl"))
     return json.loads(path.read_text())["results"], rows
@@ -149,9 +149,9 @@ def evaluation_in(run_dir):
 def test_adapter_is_served_and_not_the_model_that_it_was_merged_into(
     faked_run, assets, import_fork, monkeypatch
 ):
-    """Rounded to the bfloat16 of the run, the merged model would be another.
+    """A merged model that is rounded to bfloat16 would be a different one.
 
-    The run's fork is gone, so that one is written. Another model has an adapter of zeros.
+    The run's fork is missing, so evaluate.py writes one. Another model gets an adapter of zeros.
     """
     lora = import_fork("lora")
     monkeypatch.setattr(lora, "VLLM", FakeVLLM)
@@ -172,16 +172,16 @@ def test_adapter_is_served_and_not_the_model_that_it_was_merged_into(
 
 
 def test_before_and_after_are_one_command(faked_run, assets):
-    said = call(faked_run, "--samples", 2, "--before")
+    output = call(faked_run, "--samples", 2, "--before")
     assert len(FakeVLLM.made) == 2
-    assert f"{faked_run}/model minus {assets / 'model'}, per prompt" in said
+    assert f"{faked_run}/model minus {assets / 'model'}, per prompt" in output
     assert "remove --model" in call(faked_run, "--before", "--model", assets / "model")
 
 
-def test_rows_that_are_sometimes_right_are_found_by_their_numbers(
+def test_examples_that_are_sometimes_correct_are_found_by_their_numbers(
     faked_run, small_eval, tmp_path, monkeypatch
 ):
-    """A dropped row's text may be part of another one's, and two rows may be equal."""
+    """The text of a dropped example can be part of another one's, and two can be equal."""
     first, second, *rest = script.load_rows(str(small_eval), None, None)[:4]
     (digits,) = [message["content"] for message in second["prompt"]]
     part = first | {"prompt": [{"role": "user", "content": digits[:2]}]}
@@ -202,11 +202,13 @@ def test_rows_that_are_sometimes_right_are_found_by_their_numbers(
 
 
 def test_several_samples_of_each_prompt(faked_run):
-    # The saved model has its tokenizer and template, wherever those of the run are now
+    # The saved model has its own tokenizer and template, so those of the run can be missing
     change_args(faked_run, tokenizer_name_or_path="/gone", chat_template="/gone.jinja")
     call(faked_run, "--samples", 3)
     (vllm,) = FakeVLLM.made
-    assert vllm.temperature == 0.7  # that of training: three greedy answers would be one
+    assert (
+        vllm.temperature == 0.7
+    )  # the temperature of training, because greedy answers would be equal
     assert len(set(vllm.seeds)) == 30
     figures, rows = evaluation_in(faked_run)
     places = [(i, sample, float(sample == 0)) for i in range(10) for sample in range(3)]
@@ -216,7 +218,7 @@ def test_several_samples_of_each_prompt(faked_run):
 
 
 def test_held_out_prompts_are_the_run_s_or_the_flag_s(faked_run, small_eval, tmp_path):
-    """Configurations of a dataset are told apart, and rows with another truth are other prompts."""
+    """Examples with different ground truths are different prompts."""
     rows = script.load_rows(str(small_eval), None, None)
     truths = [row["reward_model"]["ground_truth"] for row in rows]
     folder = tmp_path / "two_for_evaluate"
@@ -226,10 +228,10 @@ def test_held_out_prompts_are_the_run_s_or_the_flag_s(faked_run, small_eval, tmp
     other = rows[0] | {"reward_model": {"style": "rule", "ground_truth": "99999"}}
     repeated = write_rows(tmp_path / "rows.jsonl", [*rows[:3] * 3, other])
     for flags in ([], ["--dataset_config", "socratic"], ["--dataset", repeated]):
-        said = call(faked_run, *flags)
+        output = call(faked_run, *flags)
     expected = [{*truths[:3]}, {*truths[3:5]}, {*truths[:3], "99999"}]
     assert [vllm.truths for vllm in FakeVLLM.made] == expected
-    assert "4 prompts, 10 responses" in said
+    assert "4 prompts, 10 responses" in output
     assert evaluation_in(faked_run)[0]["pass@2"]["prompts"] == 3
 
     other = shutil.copytree(faked_run / "model", tmp_path / "other")
@@ -252,51 +254,51 @@ def test_another_reward_grades_and_is_known_by_its_neighbours_too(faked_run, tmp
 
 
 def test_copy_s_run_is_graded_by_the_copy(faked_run, tmp_path, monkeypatch):
-    """Wherever it is. Where it is gone or changed, that is said."""
+    """If the copy is missing or has changed, a warning is printed."""
     text, rule = (REPO / "grpo_vllm_async.py").read_text(), "return float(response.strip() =="
     assert text.count(rule) == 1
     copy = tmp_path / "elsewhere/my_grpo.py"
     write_text(copy, text.replace(rule, "return 0.5 * float(response.strip() =="))
     monkeypatch.syspath_prepend(copy.parent)
     monkeypatch.setattr(importlib.import_module("my_grpo"), "VLLM", FakeVLLM)
-    made = {"command": ["accelerate", "launch", str(copy), "--seed", "1"]}
-    made["script_sha256"] = hashlib.sha256(copy.read_bytes()).hexdigest()
-    change_args(faked_run, provenance=made)
-    said = call(faked_run)
-    assert "Warning" not in said and "pass@1 0 " in said
+    provenance = {"command": ["accelerate", "launch", str(copy), "--seed", "1"]}
+    provenance["script_sha256"] = hashlib.sha256(copy.read_bytes()).hexdigest()
+    change_args(faked_run, provenance=provenance)
+    output = call(faked_run)
+    assert "Warning" not in output and "pass@1 0 " in output
     copy.unlink()
-    said = call(faked_run)
-    assert "is missing or has changed" in said and "pass@1 1 " in said
+    output = call(faked_run)
+    assert "is missing or has changed" in output and "pass@1 1 " in output
 
 
 def test_models_with_other_evaluations_of_the_same_are_compared(faked_run, tmp_path):
-    """The newest of each, and no model with itself; not where the question is another."""
+    """A model is not compared with itself, and only with the newest evaluation of another."""
     base = REPO / "debug_assets" / "model"
     script.VLLM.is_blind = True
-    said = call(faked_run, "--samples", 2)  # the older one has other figures
+    output = call(faked_run, "--samples", 2)  # an older evaluation with other figures
     script.VLLM.is_blind = False
-    said += call(faked_run, "--samples", 2)
+    output += call(faked_run, "--samples", 2)
     names = {path.name for path in faked_run.glob("evaluations/trained_10x2_*")}
-    assert "has no evaluation of another model" in said
-    assert ", per prompt" not in said and len(names) == len(FakeVLLM.made) == 2
+    assert "has no evaluation of another model" in output
+    assert ", per prompt" not in output and len(names) == len(FakeVLLM.made) == 2
     other = shutil.copytree(faked_run, faked_run.with_name("other"))
     os.utime(other / "model" / "config.json", (1e9, 1e9))
     shutil.rmtree(other / "evaluations")
     script.VLLM.is_blind = True
-    said = call(other, "--samples", 2, "--compare", faked_run, "--seed", 7)
-    assert f"\n{other}/model minus {faked_run}/model, per prompt" in said
-    assert "\nscore -0.5 -0.573 -0.2603 0 10 0\n" in said
+    output = call(other, "--samples", 2, "--compare", faked_run, "--seed", 7)
+    assert f"\n{other}/model minus {faked_run}/model, per prompt" in output
+    assert "\nscore -0.5 -0.573 -0.2603 0 10 0\n" in output
     script.VLLM.is_blind = False
-    said = call(faked_run, "--samples", 2, "--model", base)
-    assert f"{faked_run}/model minus {base}, per prompt" in said  # after less before
-    assert "\nscore 0 " in said
-    said = call(faked_run, "--samples", 3, "--model", base)
-    assert ", per prompt" not in said and "differs in samples (2 there, 3 here)\n" in said
+    output = call(faked_run, "--samples", 2, "--model", base)
+    assert f"{faked_run}/model minus {base}, per prompt" in output  # the trained model comes first
+    assert "\nscore 0 " in output
+    output = call(faked_run, "--samples", 3, "--model", base)
+    assert ", per prompt" not in output and "differs in samples (2 there, 3 here)\n" in output
     reward = f"{write_text(tmp_path / 'reward.py', '')}:score"
     for flags, what in ((["--reward_fn", reward], "reward"), (["--prompts", 5], "prompts")):
-        said = call(other, "--samples", 2, "--compare", faked_run, *flags)
+        output = call(other, "--samples", 2, "--compare", faked_run, *flags)
         assert re.search(
-            rf"Not compared with {faked_run}/\S+, because it differs in {what} \(", said
+            rf"Not compared with {faked_run}/\S+, because it differs in {what} \(", output
         )
 
 

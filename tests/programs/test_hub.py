@@ -1,4 +1,4 @@
-"""internal/provenance.py and push_to_hub.py of scripts/, with a stand-in for the hub's client."""
+"""Test provenance.py and push_to_hub.py in scripts/, with a stand-in for the Hub's client."""
 
 import hashlib
 import json
@@ -40,7 +40,7 @@ REFUSED = huggingface_hub.errors.HfHubHTTPError(
 
 @pytest.fixture
 def run_dir(tmp_path):
-    """The folder of a finished run, with a model that is none."""
+    """Write the folder of a finished run. Its model is only a text."""
     run_dir = tmp_path / "output" / "run"
     metrics = [json.dumps(line | {"time/from_scratch": 90.0}) + "\n" for line in LINES]
     texts = {"args.json": json.dumps(ARGS | {"provenance": MADE})}
@@ -63,7 +63,7 @@ def args_of(run_dir):
 
 @pytest.fixture
 def hub(monkeypatch):
-    """In place of HfApi."""
+    """Replace HfApi by a mock."""
     hub = Mock(endpoint="https://hub")
     hub.create_repo.side_effect = lambda repo, **_: SimpleNamespace(
         repo_id=repo if "/" in repo else f"me/{repo}"
@@ -73,7 +73,7 @@ def hub(monkeypatch):
 
 
 def sent_to(hub):
-    """(repo, branch, {name: content}) of the last upload."""
+    """Return (repo, branch, {name: content}) of the last upload."""
     (repo, operations), options = hub.create_commit.call_args
     hub.create_branch.assert_called_with(repo, branch=options["revision"], exist_ok=True)
     files = {}
@@ -98,27 +98,26 @@ def test_branch_has_the_files_of_the_run_as_the_dry_run_said(hub, run_dir):
     head, dry = call_main(push_to_hub, run_dir, "--dry_run")[1].split("\nREADME.md:\n\n")
     assert hub.mock_calls == []
     first, *listed, last = head.splitlines()
-    assert (
-        first == "These files would be uploaded to LOGIN/ppo_sync, branch run:" and "public" in last
-    )
-    status, said, errors = call_main(push_to_hub, run_dir)
+    assert first == "These files would be uploaded to LOGIN/ppo_sync, branch run:"
+    assert "public" in last
+    status, output, errors = call_main(push_to_hub, run_dir)
     assert (status, errors) == (0, "") and files_of(run_dir) == before
-    assert said.startswith("Uploaded to https://hub/me/ppo_sync/tree/run\nTo load it:\n\n")
-    # Without --private the owner's default decides who sees a new repo, which False would overrule
+    assert output.startswith("Uploaded to https://hub/me/ppo_sync/tree/run\nTo load it:\n\n")
+    # Without --private the owner's default decides, which False would overrule
     hub.create_repo.assert_called_with("ppo_sync", private=None, exist_ok=True)
-    assert huggingface_hub.get_session().timeout.read == push_to_hub.SILENCE
+    assert huggingface_hub.get_session().timeout.read == push_to_hub.HUB_TIMEOUT
     repo, branch, sent = sent_to(hub)
     assert (repo, branch, listed) == ("me/ppo_sync", "run", sorted(sent))
     card = sent.pop("README.md").decode()
     assert card == dry.replace("LOGIN/ppo_sync", "me/ppo_sync")
     model = files_of(run_dir / "model")
     del model["README.md"]
-    assert sent == model | {name: before[name] for name in push_to_hub.BESIDES}
+    assert sent == model | {name: before[name] for name in push_to_hub.RUN_FILES}
     assert [words for words in CARD if words not in card] == []
-    assert "datasets:" not in card  # a file of this machine is no dataset of the hub
+    assert "datasets:" not in card  # the dataset is a file
     assert str(run_dir.parent) not in card and "tracked" not in card
 
-    # A reward model, which answers nothing, in another branch; the lines load it from there
+    # A reward model is uploaded to another branch, from which the printed lines load it
     args = ARGS | {"hf_repo_id": "team/model", "hf_repo_revision": "first"}
     del args["value_learning_rate"]
     write_text(run_dir / "args.json", json.dumps(args))
@@ -128,7 +127,7 @@ def test_branch_has_the_files_of_the_run_as_the_dry_run_said(hub, run_dir):
     assert 'function_to_apply="none"' in lines
     assert lines in sent_to(hub)[2]["README.md"].decode()
 
-    # After a failure the same command goes on
+    # After a failure the command can be repeated
     hub.create_commit.side_effect = OSError("model.safetensors")
     words = [run_dir, "--repo_id", "others/model", "--revision", "x"]
     status, _, errors = call_main(push_to_hub, *words)
@@ -136,7 +135,7 @@ def test_branch_has_the_files_of_the_run_as_the_dry_run_said(hub, run_dir):
     assert errors.endswith(f"push_to_hub.py {run_dir} --repo_id others/model --revision x\n")
 
 
-# Without a login, "", wandb would ask for one at the terminal
+# Without a key wandb would ask for one at the terminal
 @pytest.mark.parametrize(("key", "is_there"), [("secret", True), ("", False)])
 def test_card_has_the_address_of_the_tracked_run(key, is_there, run_dir, monkeypatch):
     api = Mock(default_entity="us")
@@ -169,7 +168,7 @@ sys.exit(subprocess.run([sys.executable, *sys.argv[2:]]).returncode)
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("git")
-def test_what_made_a_run_is_written_down(run_dir, tmp_path):
+def test_provenance_of_a_run_is_recorded(run_dir, tmp_path):
     folder, args = tmp_path / "code", ARGS | {"push_to_hub": False}
     write_text(run_dir / "args.json", json.dumps(args))
     caller = write_text(folder / "train.py", CALLER)
@@ -179,25 +178,25 @@ def test_what_made_a_run_is_written_down(run_dir, tmp_path):
     for words in ("init -q", "add train.py", "commit -q -m first"):
         subprocess.run([*git, *words.split()], check=True)
 
-    def made_by(*command):
+    def provenance_of(*command):
         secrets = {"HF_TOKEN": "hf_secret", "PATH": f"{folder}:{environment()['PATH']}"}
         command = [sys.executable, *map(str, command), str(run_dir), "--seed", "2"]
         subprocess.run(command, env=environment(secrets), check=True, timeout=60)
         written = args_of(run_dir)
-        made = written.pop("provenance")
-        assert written == args and "hf_secret" not in json.dumps(made)
-        return made
+        recorded = written.pop("provenance")
+        assert written == args and "hf_secret" not in json.dumps(recorded)
+        return recorded
 
-    made = made_by(launcher, "launch", caller)
+    recorded = provenance_of(launcher, "launch", caller)
     command = ["accelerate", "launch", str(caller), str(run_dir), "--seed", "2"]
-    assert made["command"] == command
-    assert made["script_sha256"] == hashlib.sha256(caller.read_bytes()).hexdigest()
-    assert len(made["commit"]) == 40 and made["gpu"] == "2 x Fast GPU"
-    assert made["versions"]["transformers"] and made["versions"]["python"]
-    # A copy that git does not know, and a file that has changed
+    assert recorded["command"] == command
+    assert recorded["script_sha256"] == hashlib.sha256(caller.read_bytes()).hexdigest()
+    assert len(recorded["commit"]) == 40 and recorded["gpu"] == "2 x Fast GPU"
+    assert recorded["versions"]["transformers"] and recorded["versions"]["python"]
+    # One script is a copy that git does not know, and one has changed
     for path in (write_text(folder / "copy.py", CALLER), write_text(caller, f"{CALLER}# changed")):
-        made = made_by(path)
-        assert made["commit"].endswith("-dirty") and made["command"][1] == str(path)
+        recorded = provenance_of(path)
+        assert recorded["commit"].endswith("-dirty") and recorded["command"][1] == str(path)
 
 
 def test_place_on_the_hub_is_known_before_the_training(run_dir, monkeypatch):
@@ -212,7 +211,7 @@ def test_place_on_the_hub_is_known_before_the_training(run_dir, monkeypatch):
     place = (args["hf_repo_id"], args["hf_repo_revision"], args["hf_repo_url"])
     assert place == ("me/ppo_sync", "run", "https://hub/me/ppo_sync/tree/run")
 
-    # A refused login costs the place alone
+    # Without a valid login everything else is still recorded
     write_text(run_dir / "args.json", json.dumps(ARGS))
     monkeypatch.setattr(huggingface_hub, "whoami", Mock(side_effect=REFUSED))
     status, _, errors = call_main(provenance, run_dir)
@@ -223,7 +222,7 @@ def test_place_on_the_hub_is_known_before_the_training(run_dir, monkeypatch):
 # ----------------------------------------------------------------------- preflight.check_accounts
 
 READS = LOGIN | {"auth": {"accessToken": {"role": "read"}}}
-# (arguments, what the hub says of the login, words)
+# (arguments, the Hub's answer about the login, words of the error)
 ACCOUNTS = [
     ({"hf_entity": "team", "hf_repo_id": "name"}, LOGIN, ""),
     ({}, REFUSED, "hf auth login"),
@@ -241,9 +240,9 @@ def test_preflight_asks_the_hub_who_is_logged_in(monkeypatch):
         monkeypatch.setattr(huggingface_hub, "whoami", Mock(side_effect=[login]))
         args = SimpleNamespace(**ARGS | {"with_tracking": False} | changes)
         run = SimpleNamespace(args=args, script=SimpleNamespace(PROGRAMS=REPO / "scripts"))
-        mistake = ""
+        message = ""
         try:
             preflight.check_accounts(run)
         except preflight.Mistake as error:
-            mistake = str(error)
-        assert bool(mistake) == bool(words) and words in mistake
+            message = str(error)
+        assert bool(message) == bool(words) and words in message

@@ -1,4 +1,4 @@
-"""A run in the terminal, and what is said of it at its end: scripts/inspect_run.py."""
+"""Test scripts/inspect_run.py: a run in the terminal, and its summary."""
 
 import json
 import sys
@@ -8,11 +8,11 @@ import inspect_run
 import pytest
 from helpers.files import write_rows, write_text
 from helpers.programs import call_main
-from inspect_run import RATE, SCORE
-from internal import run_files
+from internal import run_files, run_summary
+from internal.run_summary import RATE, SCORE
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-# Of a step with 4 s of training, without waits; and of a batch that took as long
+# A step with 4 s of training and 4 s of generation, in which neither waited
 LINE = {"policy/staleness": 1.0, "time/training": 4.0, "time/update": 3.0, "time/forward": 0.8}
 LINE |= {"time/reward_model": 0.2, "time/generation": 3.0, "time/reward": 1.0}
 LINE |= {"time/evaluation": 0.0, "time/wait_for_generation": 0.0, "time/wait_for_prompts": 0.0}
@@ -21,34 +21,36 @@ WAITS = {"time/wait_for_generation": 2.0}
 RATES = {"perf/response_tokens_per_second": 500.0, "perf/memory_gib": 3.0, "val/update_tokens": 6.0}
 SLOW_REWARD = {"time/generation": 1.0, "time/reward": 3.0}
 IN_TURNS = {"policy/staleness": 0.0, "time/wait_for_generation": 1.0, "time/training": 8.0}
-# (what differs from LINE, what is said of who waited, of shares of the time, and what helps)
+# (changes to LINE, words of the verdict)
 VERDICTS = [
-    ({"time/wait_for_prompts": 0.7}, ""),  # 15% of the time of vLLM's side
-    ({"time/wait_for_prompts": 0.8}, "vLLM waited for the learner 17% |update 75%|more learners"),
+    ({"time/wait_for_prompts": 0.7}, ""),  # 15% of vLLM's time
+    ({"time/wait_for_prompts": 0.8}, "vLLM waited for the learner 17% |update 75%|More learners"),
     (WAITS, "The learner waited for generation 50% |generation 75%, reward 25%|--vllm_gpus"),
-    (WAITS | SLOW_REWARD, "The learner waited for reward 50% |reward 75%|more --reward_workers"),
-    (IN_TURNS | SLOW_REWARD, "took turns|generation 12%, reward 38%|The reward is slow: more "),
+    (WAITS | SLOW_REWARD, "The learner waited for reward 50% |reward 75%|More --reward_workers"),
+    (IN_TURNS | SLOW_REWARD, "took turns|generation 12%, reward 38%|The reward is slow. More "),
 ]
 
 
 def test_verdict_names_who_waited_and_what_for():
-    for line, words in VERDICTS:
-        process = [LINE | line | LONG_WAITS, *[LINE | line] * 3]  # it begins with waiting
-        said = inspect_run.describe_speed(process)
-        assert bool(said) == bool(words) and all(word in said for word in words.split("|") if word)
-        resumed = {"time/training": 4.0}  # the responses are the checkpoint's
-        assert inspect_run.describe_speed([*process, resumed, *process]) == said
-        for number in (0, 1, 2):  # batch 2 is asked for before step 1
-            assert inspect_run.describe_speed(process[:number]) is None
+    for changes, words in VERDICTS:
+        # A process begins by waiting. After a resume the first responses are in the checkpoint
+        process = [LINE | changes | LONG_WAITS, *[LINE | changes] * 3]
+        verdict = run_summary.describe_speed(process)
+        assert bool(verdict) == bool(words)
+        assert all(word in verdict for word in words.split("|") if word)
+        resumed = [*process, {"time/training": 4.0}, *process]
+        assert run_summary.describe_speed(resumed) == verdict
+        for number in (0, 1, 2):  # batch 2 is requested before step 1
+            assert run_summary.describe_speed(process[:number]) is None
     of_ppo_sync = {name: LINE[name] for name in LINE if "wait" not in name and "stale" not in name}
-    assert "took turns" in inspect_run.describe_speed([of_ppo_sync] * 3)
+    assert "took turns" in run_summary.describe_speed([of_ppo_sync] * 3)
 
 
 # ------------------------------------------------------------------------------ a run's folder
 
 
 def response(step, text, **changes):
-    """A line of rollouts.jsonl."""
+    """Return a line of rollouts.jsonl."""
     row = {"prompt": "<|user|>213=", "response": text, "score": 1.0, "ground_truth": "123"}
     row |= {"length": len(text), "stopped": True, "policy_version": step - 2}
     return row | {"training_step": step} | changes
@@ -56,7 +58,7 @@ def response(step, text, **changes):
 
 @pytest.fixture
 def run_dir(tmp_path):
-    """A run that goes on: of 5 steps it has 3, and is about to write more."""
+    """Write a run that has finished 3 of 5 steps, and is writing more lines."""
     args = {"exp_name": "my_ppo", "run_name": "mine", "num_training_steps": 5}
     args |= {"model_name_or_path": "first", "provenance": {"command": ["my_ppo.py", "my data"]}}
     run = write_text(tmp_path / "mine/args.json", json.dumps(args)).parent
@@ -73,18 +75,19 @@ def run_dir(tmp_path):
 
 
 def inspect(*words):
-    """The lines that inspect_run.py prints where it is no terminal, or its errors."""
-    status, said, errors = call_main(inspect_run, *words)
-    return errors if status else [line.strip() for line in said.splitlines()]
+    """Return the lines that inspect_run.py prints, or its errors."""
+    status, output, errors = call_main(inspect_run, *words)
+    return errors if status else [line.strip() for line in output.splitlines()]
 
 
 def test_running_run_is_shown_as_far_as_it_is_written(run_dir):
     shown = inspect(run_dir)
     assert shown[:2] == ["mine: my_ppo, first", "my_ppo.py 'my data'"]
-    assert shown[2].startswith("Step 3 of 5, after 1.5 minutes (written ")
-    for step, version, said in ((1, 0, "0"), (3, 2, "2"), (9, 2, "2, 6 steps old")):
+    assert shown[7].startswith("Step 3 of 5, after 1.5 minutes (written ")
+    for step, version, shown_version in ((1, 0, "0"), (3, 2, "2"), (9, 2, "2, 6 steps old")):
         line, *_ = inspect_run.show_responses([response(step, "", policy_version=version)], 1)
-        assert line.strip() == f"Responses of step {step}, generated by policy version {said}"
+        sentence = f"Responses of step {step}, generated by policy version {shown_version}"
+        assert line.strip() == sentence
     assert any(line.startswith("To compare: 500 response tokens per second") for line in shown)
     start = shown.index("Responses of step 3, generated by policy version 1, 1 step old")
     scores = "Scores: 1 none (the reward failed)"
@@ -93,7 +96,7 @@ def test_running_run_is_shown_as_far_as_it_is_written(run_dir):
         assert words in shown[start:]
 
 
-def test_lines_are_read_whatever_is_half_written(tmp_path):
+def test_half_written_line_is_ignored(tmp_path):
     path = tmp_path / "rollouts.jsonl"
     assert run_files.read_rollouts(tmp_path) == {} and run_files.read_lines(path) == []
     for end, count in product(("", '{"half": 1', "{", '{"training_step": 9}'), range(4)):
@@ -106,7 +109,7 @@ def test_lines_are_read_whatever_is_half_written(tmp_path):
 
 
 def test_each_group_is_shown_by_its_best_and_its_worst(run_dir):
-    """Not the first eight: they are one group's."""
+    """The first eight responses would all be of one group."""
     scores = [0.5, 1, 0.25, 0.5, 1, -1, None, 0]
     rows = [
         response(3, f"{prompt}{i}", prompt=prompt, score=score)
@@ -121,7 +124,7 @@ def test_each_group_is_shown_by_its_best_and_its_worst(run_dir):
 
 
 def test_answer_does_not_command_the_terminal(run_dir):
-    command = "\x1b[2J\x9b2J"  # in the two forms that terminals know
+    command = "\x1b[2J\x9b2J"  # in both forms that terminals obey
     hostile = response(3, f"{command}gone", ground_truth=command, prompt=command)
     write_rows(run_dir / "rollouts.jsonl", [hostile])
     write_rows(run_dir / "samples.jsonl", [hostile, hostile | {"policy_version": 7}])
@@ -136,35 +139,30 @@ def test_last_lines_of_a_run(run_dir):
     (run_dir / "checkpoints/unfinished").mkdir(parents=True)
     for step in (9, 10):
         (run_dir / f"checkpoints/step_{step}").mkdir()
-    rate, score, cut, speed, *_ = shown = inspect(run_dir, "--summary")
+    rate, score, truncated, speed, *_ = shown = inspect(run_dir, "--summary")
     assert rate.startswith("Held-out prompts answered correctly: 45.9% before training, ")
     assert score.startswith("Mean verifiable score of their answers: 0.500 before training")
-    assert cut.startswith("50% of the last responses were truncated: a higher --response_length")
+    assert truncated.startswith(
+        "50% of the last responses were truncated. A higher --response_length"
+    )
     assert speed.startswith("The learner waited for generation 50% of the time")
     assert (run_dir / "curves.png").is_file() and "To compare" not in "".join(shown)
-    alike = {"objective/scores_std": 0.0, "objective/scores": 0.25}
-    assert (
-        "(0.25 in the last step), so there was nothing to learn"
-        in inspect_run.describe_troubles([alike])[0]
-    )
+    equal = {"objective/scores_std": 0.0, "objective/scores": 0.25}
+    (trouble,) = run_summary.describe_troubles([equal])
+    assert "(0.25 in the last step), so there was nothing to learn" in trouble
     assert shown[-1].endswith(f"--resume_from_checkpoint {run_dir}/checkpoints/step_10")
 
 
 def test_summary_names_what_is_there(run_dir):
-    """The interrupted run has no model, and its prompts are of one length."""
-    for added, names in (
-        (None, "Metrics, curves"),
-        ("samples.jsonl", "Metrics, samples, curves"),
-        ("token_length.png", "Metrics, samples, curves, prompts' lengths"),
-        ("model/config.json", "Model, metrics, samples, curves, prompts' lengths"),
-    ):
-        if added:
-            write_text(run_dir / added, "")
-        assert f"{names}: {run_dir}" in inspect(run_dir, "--summary")
+    assert f"Metrics, curves: {run_dir}" in inspect(run_dir, "--summary")
+    for name in ("samples.jsonl", "token_length.png", "model/config.json"):
+        write_text(run_dir / name, "")
+    names = "Model, metrics, samples, curves, prompts' lengths"
+    assert f"{names}: {run_dir}" in inspect(run_dir, "--summary")
 
 
 def test_commands_name_the_environment_that_is_there_later(run_dir, monkeypatch):
-    """Not the one that .venv is a link to, because that is exchanged."""
+    """setup.sh can replace the environment that the link .venv leads to."""
     folder = run_dir.parent
     write_text(folder / ".venv-1/bin/python", "")
     monkeypatch.setattr(sys, "executable", str(folder / ".venv-1/bin/python"))
@@ -178,7 +176,7 @@ def test_commands_name_the_environment_that_is_there_later(run_dir, monkeypatch)
 
 @pytest.mark.parametrize("is_ppo", [True, False])
 def test_runs_are_compared_by_model_flops_of_the_peak(is_ppo, run_dir):
-    """By hand; the head counts where it is tied, too."""
+    """The FLOPs are computed by hand. A tied head counts, too."""
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 128}
     sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 100}
     policy = Qwen2ForCausalLM(Qwen2Config(**sizes, tie_word_embeddings=True))
@@ -192,29 +190,28 @@ def test_runs_are_compared_by_model_flops_of_the_peak(is_ppo, run_dir):
     odd = line | {"val/update_tokens": 1.0, "perf/response_tokens_per_second": 1.0}
     metrics = [odd, odd, line, line, odd]
     policy, head = 2 * (2 * (4 * 64 * 64 + 3 * 64 * 128) + 64 * 100) + 4 * 2 * 64 * 50, 2 * 64 * 100
-    # Each row by policy and reference policy; PPO's by the value model, too, GRPO's first of four
-    # mini-batches not by the policy
+    # The policy and the reference policy read each row. In PPO the value model reads it, too. In
+    # GRPO the policy does not read the first of four mini-batches before its update
     update = 3 * (2 * policy - head if is_ppo else policy)
     before = 3 * policy - head if is_ppo else 1.75 * policy
     shares = 1.2e10 * update / 3, (1.2e10 * update + 0.6e10 * before) / 4
-    said = inspect_run.describe_costs(run_dir, args, metrics)
-    assert "500 response tokens per second; learner 4,000,000,000 tokens per second in " in said
-    assert "in updates and 3,000,000,000 overall" in said
+    costs = run_summary.describe_costs(run_dir, args, metrics)
+    assert "500 response tokens per second; learner 4,000,000,000 tokens per second in " in costs
+    assert "in updates and 3,000,000,000 overall" in costs
     in_updates, in_all = (f"{share / 2 / 989e12:.1%}" for share in shares)
-    assert f"FLOPs {in_updates} of the peak in updates, {in_all} overall" in said
+    assert f"FLOPs {in_updates} of the peak in updates, {in_all} overall" in costs
     args["provenance"]["gpu"] = "1 x Tesla T4"
-    said = inspect_run.describe_costs(run_dir, args, metrics)
-    assert "FLOPs" not in said and said.endswith("; learner's peak memory 3 GiB")
+    costs = run_summary.describe_costs(run_dir, args, metrics)
+    assert "FLOPs" not in costs and costs.endswith("; learner's peak memory 3 GiB")
 
 
-def test_answers_before_and_after_are_of_one_prompt_also_where_a_reward_failed():
+def test_answers_before_and_after_are_of_one_prompt_even_if_a_reward_failed():
     def sample(prompt, version, score, **changes):
         line = {"prompt": prompt, "ground_truth": "1", "policy_version": version}
         return line | {"response": "x", "score": score} | changes
 
     rows = [sample("a", 0, None), sample("b", 0, 0.5), sample("b", 3, 1.0), sample("b", 7, 0.25)]
-    said = inspect_run.describe_samples(rows)
-    assert said == ["", "b", "  before, score 0.5: x", "  after, score 0.25: x"]
-    assert "  before, score none (the reward failed): x" in inspect_run.describe_samples(
-        [*rows, sample("a", 7, 1.0)]
-    )
+    lines = inspect_run.describe_samples(rows)
+    assert lines == ["", "b", "  before, score 0.5: x", "  after, score 0.25: x"]
+    lines = inspect_run.describe_samples([*rows, sample("a", 7, 1.0)])
+    assert "  before, score none (the reward failed): x" in lines

@@ -1,4 +1,4 @@
-"""scripts/benchmark/learner.py, and what keeps a GPU busy that can be counted without one."""
+"""Test scripts/benchmark/learner.py, and count what would keep a GPU busy or waiting."""
 
 import json
 
@@ -22,7 +22,7 @@ TINY |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "pa
 
 
 def tiny_policy(family="Qwen2", **changes):
-    """Of the family, with random weights, by the script's load_model."""
+    """Return a policy of this family with random weights, by the script's load_model."""
     config, args = getattr(transformers, f"{family}Config")(**TINY), script.Args(**changes)
     model_class = AutoModelForCausalLM._model_mapping[type(config)]
     torch.manual_seed(0)
@@ -30,7 +30,7 @@ def tiny_policy(family="Qwen2", **changes):
 
 
 def read(policy, rows, length):
-    """Log-probabilities of a micro-batch, whose prompts have 5 tokens, and their gradient."""
+    """Return log-probabilities of a micro-batch with prompts of 5 tokens, and their gradient."""
     mask = torch.ones(rows, length)
     mask[:, :5] = 0
     generator = torch.Generator().manual_seed(rows * length)
@@ -40,22 +40,31 @@ def read(policy, rows, length):
     return logprobs, torch.cat([weight.grad.flatten() for weight in policy.parameters()])
 
 
-def test_cell_has_its_figures_and_one_that_fails_does_not_end_the_rest(capsys):
-    tail = learner.TINY | {"tail": True, "value_model": False}
-    learner.main([json.dumps(cell) for cell in ({"size": "tiny", "rows": 0}, learner.TINY, tail)])
-    failed, whole, short = map(json.loads, capsys.readouterr().out.splitlines())
+def test_cell_has_its_figures_and_a_failed_one_does_not_end_the_rest(capsys):
+    smaller = learner.TINY | {"value_model": False}
+    cells = ({"size": "tiny", "rows": 0}, learner.TINY, smaller)
+    learner.main([json.dumps(cell) for cell in cells])
+    failed, three_models, two_models = map(json.loads, capsys.readouterr().out.splitlines())
     assert failed["error"] and "seconds" not in failed
-    for cell in (whole, short):
+    for cell in (three_models, two_models):
         assert cell["ratio"] == 0 and cell["grad_norm"] > 0 and cell["tokens_per_s"] > 0
         assert cell["seconds"].keys() == {"forward", "advantages", "update", "weights"}
-    # Rows are run as often, but of another length and by two models rather than three
-    assert short["ops"] < whole["ops"]
+    assert two_models["ops"] < three_models["ops"]
+
+
+@pytest.mark.parametrize("file", ["ddp.yaml", "fsdp2.yaml"])
+def test_plan_is_what_pytorch_counts(file, monkeypatch):
+    """Use Qwen3-0.6B with two layers, where most of the memory is in no layer."""
+    config_class, hidden_size, _, *others = fits.SHAPES["0.6"]
+    monkeypatch.setitem(fits.SHAPES, "0.1", (config_class, hidden_size, 2, *others))
+    run = fits.launch("grpo_vllm_async", "0.1", 80, file, learners=8)
+    assert plan.learner_needs(run) / fake_memory.count(run) == pytest.approx(1, abs=0.1)
 
 
 @pytest.mark.parametrize("size", ["0.5", "0.6"])
 @pytest.mark.parametrize("checkpointing", [True, False])
 def test_roofline_of_the_plan_is_that_of_pytorchs_operations(size, checkpointing, monkeypatch):
-    """Of four layers with the sizes of Qwen2.5 and Qwen3; a change that adds casts shows here."""
+    """Use four layers of Qwen2.5 and Qwen3. A change of a script that adds casts fails here."""
     config_class, hidden_size, _, *others = fits.SHAPES[size]
     monkeypatch.setitem(fits.SHAPES, "four", (config_class, hidden_size, 4, *others))
     run = fits.launch("ppo_vllm_async", "four", 80, "one_gpu.yaml")
@@ -69,9 +78,9 @@ def test_roofline_of_the_plan_is_that_of_pytorchs_operations(size, checkpointing
         fake_memory.fill(wrapper)
         run.script.make_optimizer(wrapper, run.args)
         with learner.Ops(*rates) as forward, torch.no_grad():
-            fake_memory.read_pass(run, wrapper)
+            fake_memory.forward_pass(run, wrapper)
         with learner.Ops(*rates) as update:
-            fake_memory.read_pass(run, wrapper).mean().backward()
+            fake_memory.forward_pass(run, wrapper).mean().backward()
     for trains, counted in enumerate((forward, update)):
         seconds = plan.pass_seconds(run, run.value_model, rows, trains)
         assert seconds == pytest.approx(counted.seconds, rel=0.15)
@@ -80,7 +89,7 @@ def test_roofline_of_the_plan_is_that_of_pytorchs_operations(size, checkpointing
 
 
 def test_host_seldom_waits_for_the_gpu(accelerator):
-    """An operation whose result Python must know; each holds up all that would be queued next."""
+    """Python waits where it needs the result of an operation, and then nothing is queued."""
     args = rollouts.tiny_args(per_device_train_batch_size=4)
     models = rollouts.tiny_policy(), rollouts.tiny_value_model()
     batch = rollouts.in_float32(rollouts.make_rollout())
@@ -92,9 +101,10 @@ def test_host_seldom_waits_for_the_gpu(accelerator):
         with learner.Ops() as update:
             rollouts.gradients(accelerator, models, batch, args)
         waits[limit] = forward.syncs.total(), update.syncs.total()
-    of_pass, of_micro_batch = (more - less for more, less in zip(waits[4], waits[8], strict=True))
-    assert 0 < of_pass <= 4
-    assert 0 < of_micro_batch <= 8
+    # A limit of 4 rows gives two micro-batches, and a limit of 8 one
+    in_forward, in_update = (more - less for more, less in zip(waits[4], waits[8], strict=True))
+    assert 0 < in_forward <= 4
+    assert 0 < in_update <= 8
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -116,7 +126,7 @@ def test_attention_gets_no_mask_so_that_a_fused_kernel_takes_it(family, monkeypa
 
 @pytest.fixture
 def compiler(monkeypatch):
-    """Dynamo with a backend that is fast; the counters are empty."""
+    """Use a fast backend for Dynamo, and return its counters, which are empty."""
     compile_ = torch.compile
     put = lambda *args, **options: compile_(*args, backend="aot_eager", **options)  # noqa: E731
     monkeypatch.setattr(torch, "compile", put)
@@ -128,24 +138,23 @@ def compiler(monkeypatch):
 
 @pytest.mark.slow
 def test_layers_of_all_shapes_share_a_graph_and_compute_the_same(compiler):
-    """With gradient checkpointing, whose second forward pass is compiled, too."""
+    """The second forward pass of gradient checkpointing is compiled as well."""
     plain, compiled = (
         tiny_policy(dtype="float32"),
         tiny_policy(dtype="float32", compile_layers=True),
     )
     graphs = set()
     for rows, length in ((4, 33), (5, 40), (2, 64), (3, 50), (7, 21)):
-        for found, expected in zip(
-            read(compiled, rows, length), read(plain, rows, length), strict=True
-        ):
-            assert (found - expected).norm() <= 1e-6 * expected.norm()
+        pairs = zip(read(compiled, rows, length), read(plain, rows, length), strict=True)
+        for result, expected in pairs:
+            assert (result - expected).norm() <= 1e-6 * expected.norm()
         graphs.add(compiler["stats"]["unique_graphs"])
     assert graphs == {1} and not compiler["graph_break"]
 
 
 @pytest.mark.slow
 def test_layer_that_cannot_be_one_graph_is_an_error(compiler, monkeypatch):
-    """Part of it would run uncompiled, and nothing would say so."""
+    """Otherwise a part of it would run uncompiled without a message."""
     layer = transformers.models.qwen2.modeling_qwen2.Qwen2MLP
     forward = layer.forward
 

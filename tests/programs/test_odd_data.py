@@ -1,4 +1,4 @@
-"""scripts/internal/data_warnings.py, and what the preflight tries of a reward."""
+"""Test scripts/internal/data_warnings.py, and how the preflight tries a reward."""
 
 import json
 import re
@@ -16,22 +16,22 @@ TAGS = ["<think>", "</think>", "<answer>", "</answer>"]
 
 
 def byte_tokenizer(template=None, special=()):
-    """A tokenizer that can write any text, with these special tokens."""
+    """Return a tokenizer that can write any text, with these special tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    made = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
-    made.add_special_tokens([AddedToken(token, normalized=False) for token in ["<end>", *special]])
-    made = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<end>")
-    made.chat_template = template
-    return made
+    core = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    core.add_special_tokens([AddedToken(token, normalized=False) for token in ["<end>", *special]])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<end>")
+    tokenizer.chat_template = template
+    return tokenizer
 
 
 def make_run(tokenizer, prompts=(), rule=None, **args):
-    """A Run of GRPO with these prompts, whose compute_score is a rule of text and truth."""
-    given = script.Args(**args)
-    given.stop_token_ids = (tokenizer.eos_token_id,)
-    run = SimpleNamespace(script=script, args=given, tokenizer=tokenizer, notes=[], answers={})
+    """Return a Run of GRPO with these prompts. compute_score calls rule(text, truth)."""
+    args = script.Args(**args)
+    args.stop_token_ids = (tokenizer.eos_token_id,)
+    run = SimpleNamespace(script=script, args=args, tokenizer=tokenizer, notes=[], answers={})
     run.train_rows, run.format = list(prompts), ""
     if rule:
         scores = {"compute_score": lambda source, text, truth: float(rule(text, truth))}
@@ -46,7 +46,7 @@ def make_prompts(truths, text="Q", source="mine"):
     ]
 
 
-# ---------------------------------------------------------------- what the template makes of a row
+# ---------------------------------------------------------------- how the template renders a row
 
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
 FULL = {
@@ -60,8 +60,8 @@ FULL = {
     "tools": [{"type": "function", "function": {"name": "add"}}],
     "chat_template_kwargs": {"enable_thinking": True, "effort": "low", "budget": 10},
 }
-# What writes each thing that the row gives, and how it is called. The row's switches have the
-# template's defaults
+# A piece of a template for each input of the row, by the input's name in the note. The row's
+# switches have the template's defaults
 WRITERS = {
     "message of the 'system'": "{% if m.role == 'system' %}{{ m.content }}{% endif %}",
     "message of the 'user'": "{% if m.role == 'user' %}{{ m.content }}{% endif %}",
@@ -77,7 +77,7 @@ WRITERS = {
 
 
 @pytest.mark.parametrize("left_out", [None, *WRITERS])
-def test_what_the_template_leaves_out_is_told_and_nothing_else(left_out):
+def test_input_that_the_template_leaves_out_is_noted_and_nothing_else(left_out):
     body = "|".join(text for name, text in WRITERS.items() if name != left_out)
     tokenizer = byte_tokenizer("{% for m in messages %}<{{ m.role }}>" + body + "{% endfor %}")
     later = FULL | {"tools": None}  # a row of another kind
@@ -90,19 +90,19 @@ def test_what_the_template_leaves_out_is_told_and_nothing_else(left_out):
 
 
 def test_prompt_that_ends_in_a_space_is_noted_as_the_model_reads_it():
-    """The text of a row, or the end of a chat template."""
+    """The space is in the text of a row, or at the end of the chat template."""
     asked = [{"role": "user", "content": "Q"}]
     for text, is_noted in (("A: ", True), ("A:\t", True), ("A:\n", False), ("A:", False)):
         tokenizer = byte_tokenizer("{{ messages[0].content }}")
         rows = [{"prompt": text}, {"prompt": asked}]
         notes = list(data_warnings.notes_on_ends(make_run(tokenizer), "d", rows))
-        assert ["row 0, and so 1 of 2" in note for note in notes] == [True] * is_noted
+        assert ["row 0 (one of 1 in 2)" in note for note in notes] == [True] * is_noted
     tokenizer = byte_tokenizer("{{ messages[0].content }}\nAnswer: ")
     (note,) = data_warnings.notes_on_ends(make_run(tokenizer), "d", [{"prompt": asked}])
-    assert "1 of 1 that were tried: the prompt ends in a space" in note
+    assert "row 0 (one of 1 in 1): the prompt ends in a space" in note
 
 
-# ---------------------------------------------------------------------- what answers would score
+# ---------------------------------------------------------------------- scores of tried answers
 
 FORM = r"(?s)<think>.*</think>\s*<answer>(.*)</answer>"
 
@@ -111,7 +111,8 @@ def in_box(text, truth):
     return f"\\boxed{{{truth}}}" in text
 
 
-# Each rule with a truth; what the truth scores bare, in a box and in the R1 format; what is noted
+# A rule and a ground truth, the scores of that truth bare, in a box and in the R1 format, and words
+# of the note
 OF_TESTS, BOX, POOR = '{"inputs": ["1"], "outputs": ["2"]}', in_box, "scores no more than a wrong"
 RULES = [
     (lambda text, truth: truth in text, "16", (1, 1, 1), ""),
@@ -124,12 +125,12 @@ RULES = [
     (lambda text, truth: text == "print(2)", OF_TESTS, (0, 0, 0), "Of test cases | says nothing"),
     (lambda text, truth: True, "16", (1, 1, 1), POOR),
     (lambda text, truth: not text, "16", (0, 0, 0), POOR),
-    (lambda text, truth: "45" in text, "4<end>5", (0, 0, 0), POOR),  # a stop token cuts it
+    (lambda text, truth: "45" in text, "4<end>5", (0, 0, 0), POOR),  # a stop token truncates it
 ]
 
 
 @pytest.mark.parametrize("number", range(len(RULES)))
-def test_answers_that_ought_to_be_right_are_scored_as_the_run_would(number):
+def test_answers_that_should_be_correct_are_scored_as_in_the_run(number):
     rule, truth, expected, words = RULES[number]
     prompts = make_prompts([truth, truth])
     run = make_run(byte_tokenizer(), prompts, rule)
@@ -146,7 +147,7 @@ ENDS = ["", "<think>", "<think>\n", "<think>\n\n</think>\n\n", "<think></think><
 @pytest.mark.parametrize("stop_token", [None, "</think>", "</answer>"])
 @pytest.mark.parametrize("special", [[], TAGS])
 def test_r1_format_that_cannot_be_rewarded_is_noted(special, stop_token):
-    """The template has written more of it than `<think>`, or a stop token takes a part."""
+    """The template writes more of it than `<think>`, or a part of it is a stop token."""
     tokenizer = byte_tokenizer(special=special)
     for end in ENDS:
         prompts = make_prompts(["4"], f"Q\nA: {end}")

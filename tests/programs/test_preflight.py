@@ -198,7 +198,7 @@ def test_whole_files_are_not_called_damaged(assets, folder):
     rows = write_rows(folder / "rows.parquet", [cases.ROW])
     assert model_paths.trouble_with_files(*(assets / "model").iterdir(), rows) == ""
     rows.write_bytes(rows.read_bytes()[:-1])
-    assert "rows.parquet is cut short" in model_paths.trouble_with("dataset", str(rows))
+    assert "rows.parquet is truncated" in model_paths.trouble_with("dataset", str(rows))
 
 
 def test_model_below_the_folder_is_found(assets, folder):

@@ -1,4 +1,4 @@
-"""scripts/train_reward_model.py: its gradient, its scores, its data, and runs in this process."""
+"""Test scripts/train_reward_model.py: its gradient, scores and data, and runs in this process."""
 
 import json
 import math
@@ -32,7 +32,7 @@ EQUAL = ROW | {"rejected": "35"}
 
 
 def scores_alone(model, pairs):
-    """What transformers says of every row on its own, without padding: (2, pairs)."""
+    """Return the scores that transformers computes for each row alone, unpadded: (2, pairs)."""
     rows = [pair.chosen_ids for pair in pairs] + [pair.rejected_ids for pair in pairs]
     return torch.stack([model(torch.tensor([ids])).logits[0, 0] for ids in rows]).view(2, -1)
 
@@ -42,17 +42,17 @@ def test_evaluation_metrics_are_those_of_their_definitions():
     loss = math.log(1 + math.exp(-2)) + math.log(1 + math.e) + math.log(2) + 1000
     expected = {
         "eval/loss": loss / 4,
-        "eval/accuracy": 1 / 4,  # a tie is not ranked right
+        "eval/accuracy": 1 / 4,  # a tie does not count as correct
         "eval/margin": (2 - 1 - 1000) / 4,
         "eval/scores_mean": -987 / 8,
         "eval/scores_std": torch.tensor(chosen + rejected).std().item(),
     }
-    found = rm.evaluation_metrics(torch.tensor([chosen, rejected]))
-    assert found == pytest.approx(expected, rel=1e-6)
+    metrics = rm.evaluation_metrics(torch.tensor([chosen, rejected]))
+    assert metrics == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("size", [3, 8])
-def test_gradient_is_that_of_the_mean_over_pairs_however_cut(size, accelerator):
+def test_gradient_is_that_of_the_mean_over_pairs_for_any_micro_batches(size, accelerator):
     model, pairs = tiny_reward_model(), make_pairs()
     gradient, metrics = gradient_and_sums(accelerator, model, size)
     model.zero_grad()
@@ -90,7 +90,7 @@ def load_pairs(path, tokenizer, **changes):
 
 
 def test_every_layout_of_a_pair_gives_the_ids_that_ppo_scores(tokenizer, tmp_path):
-    """Null entries are Arrow's, for another row's sake, and make no other prompt."""
+    """Arrow adds null for keys that only other messages have. They do not change the prompt."""
     _, prompt_ids = ppo.tokenize_prompt(DIALOGUE, {}, tokenizer)
     texts = "<|user|>53=<|assistant|>53<|end|><|user|>53=<|assistant|>"
     for number, row in enumerate(
@@ -109,15 +109,15 @@ def test_every_layout_of_a_pair_gives_the_ids_that_ppo_scores(tokenizer, tmp_pat
         assert pair.rejected_ids == [*prompt_ids, *tokenizer("53")["input_ids"], STOP]
 
 
-def test_what_is_odd_about_pairs_is_counted_by_its_kind(tokenizer, tmp_path, capsys):
-    """The tokenizer has no \u00e9: to the model those two responses are equal."""
+def test_dropped_pairs_are_counted_by_reason(tokenizer, tmp_path, capsys):
+    """The tokenizer has no \u00e9, so the model cannot distinguish the responses of `lost`."""
     lost = ROW | {"chosen": "3\u00e9", "rejected": "3"}
     long, longest, empty = (ROW | {"rejected": text} for text in ("5" * 12, "5" * 13, ""))
     path = write_rows(tmp_path / "pairs.jsonl", [long, EQUAL, longest, ROW, lost, empty])
     assert [pair.length for pair in load_pairs(path, tokenizer)] == [18, 8, 8]
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     for words in ("of 6 pairs", "2 dropped for equal", "1 dropped as longer", "1 with an empty"):
-        assert words in said
+        assert words in output
 
 
 TWO = "`chosen` and `rejected` have different prompts"
@@ -131,30 +131,32 @@ NO_PAIRS = [
     ({"prompt": [OTHER], "chosen": [ASK, GOOD], "rejected": [ASK, BAD]}, "its messages must begin"),
     # The template would leave out the message before the response
     (ROW | {"prompt": [ASK, BAD]}, "the prompt must not end with a message of the assistant"),
-    # As texts they would train a model of another form than the messages that PPO has of HH
+    # PPO has messages of HH, so a model trained on HH's texts would see another form
     ({"chosen": f"{HH}35", "rejected": f"{HH}53"}, "the prompt is missing, both as a column"),
     (ROW | {"chosen": [GOOD | {"content": None}]}, NO_ANSWER),
     ({"chosen": [ASK], "rejected": [ASK]}, f"{NO_ANSWER}{[ASK]}"),
 ]
 
 
-def test_row_that_is_no_pair_is_refused_by_its_name(tokenizer, tmp_path):
+def test_example_that_is_not_a_pair_is_refused_by_its_number(tokenizer, tmp_path):
     for number, (row, message) in enumerate(NO_PAIRS):
         path = write_rows(tmp_path / f"{number}.jsonl", [ROW, row, ROW])
-        with pytest.raises(ValueError, match=f"^{re.escape(f'{path}, row 1: {message}')}"):
+        with pytest.raises(
+            ValueError, match=f"^{re.escape(f'{path}, row 1: ValueError: {message}')}"
+        ):
             load_pairs(path, tokenizer)
 
 
 @pytest.fixture(scope="module")
 def options(assets, accelerator, tmp_path_factory):
-    """Two passes of three updates each. The pad token is the stop token: its id says nothing."""
+    """Return options of a run with two epochs of three updates. The pad token is the stop token."""
     folder = tmp_path_factory.mktemp("files")
     rows = rm.load_rows(str(assets / "preference_train.parquet"), None, None)[:192]
     path = str(write_rows(folder / "pairs.jsonl", [EQUAL, *rows]))
     AutoTokenizer.from_pretrained(assets / "model", pad_token="<|end|>").save_pretrained(folder)
-    few = str(write_rows(folder / "few.jsonl", rows[:33]))  # one of two ranks has a pair more
+    few = str(write_rows(folder / "few.jsonl", rows[:33]))  # one of two ranks has one pair more
     options = {"dataset": path, "eval_dataset": few, "tokenizer_name_or_path": str(folder)}
-    # A file has no configurations
+    # These have no effect, because a file has no configurations
     options |= {"dataset_config": "main", "eval_dataset_config": "other"}
     options |= {"run_name": "run", "dtype": "float32", "per_device_train_batch_size": 32}
     schedule = {"num_train_epochs": 2, "learning_rate": 2e-3, "warmup_ratio": 0.3, "save_freq": 3}
@@ -200,7 +202,7 @@ def test_saved_model_scores_as_transformers_and_ppo_read_it(whole, options, acce
 
 
 def test_prompt_is_the_one_that_ppo_reads_from_the_row(assets, tmp_path):
-    """With the day of the run's start, tools and switches. Else another text would be learned."""
+    """The prompt also depends on the day of the run's start, on tools, and on switches."""
     tokenizer = AutoTokenizer.from_pretrained(assets / "model")
     tokenizer.chat_template = (
         "{{ strftime_now('%Y%m%d') }}{{ tools | length if tools }}{{ 7 if short }}"
@@ -221,7 +223,7 @@ def test_prompt_is_the_one_that_ppo_reads_from_the_row(assets, tmp_path):
         )
 
 
-def test_each_pass_takes_every_pair_of_its_split_once_in_an_order_of_its_own(
+def test_each_epoch_has_every_pair_of_its_split_once_in_its_own_order(
     options, whole, tmp_path, monkeypatch
 ):
     assert whole.sources == [("main", "train"), ("other", "test")]
@@ -244,7 +246,7 @@ def test_resumed_run_is_the_same_to_the_bit(options, whole, tmp_path):
     state.write_text(json.dumps(json.loads(state.read_text()) | {"seconds": 1000.0}))
     assert run(tmp_path, options | {"resume_from_checkpoint": "latest"}) == whole.metrics
     after = read_json_lines(tmp_path / "run/metrics.jsonl")
-    assert 1000 < after[3]["time/from_scratch"] < 2000  # seconds go on
+    assert 1000 < after[3]["time/from_scratch"] < 2000  # the clock continues
     one, other = (folder / "run/model/model.safetensors" for folder in (whole.folder, tmp_path))
     assert one.read_bytes() == other.read_bytes()
 
@@ -268,4 +270,6 @@ def test_two_ranks_do_what_one_does(options, whole, tmp_path):
     subprocess.run(command, cwd=REPO, env=environment(), check=True, timeout=900)
     lines = map(without_clock, read_json_lines(tmp_path / "run/metrics.jsonl"))
     for line, expected in zip(lines, whole.metrics, strict=True):
-        assert line == pytest.approx(expected, rel=1e-4, abs=1e-4)  # sums in another order: 6e-6
+        assert line == pytest.approx(
+            expected, rel=1e-4, abs=1e-4
+        )  # the order of sums differs, by 6e-6

@@ -50,16 +50,17 @@ function showHead() {
   byId("title").textContent = document.title = runs.map((run) => run.name).join(", ");
   const head = byId("head");
   runs.forEach((run, i) => {
-    const what = div("dim", `${run.args.exp_name}, ${run.args.model_name_or_path}`);
-    head.append(nameOf(i) ?? "", what, ...run.sentences.map((said) => make("p", {}, said + ".")));
+    const model = div("dim", `${run.args.exp_name}, ${run.args.model_name_or_path}`);
+    const sentences = run.sentences.map((sentence) => make("p", {}, sentence + "."));
+    head.append(nameOf(i) ?? "", model, ...sentences);
   });
   if (data.table) head.append(make("pre", { className: "table", tabIndex: 0 }, data.table));
 }
 
-function finding([said, link, failure]) {
-  if (!failure) return div("finding", said + ".");
+function finding([sign, link, bug]) {
+  if (!bug) return div("finding", sign + ".");
   const page = make("a", { href: link }, "docs/bug_gallery.md");
-  return div("finding", said + ".", div("", `It looks like ${failure}. `, page));
+  return div("finding", sign + ".", div("", `It looks like ${bug}. `, page));
 }
 
 function showHealth() {
@@ -67,19 +68,19 @@ function showHealth() {
     const rows = run.health.map((row) => {
       const figures = row.figures.map(([name, values]) =>
         div("", explained(name, "name"), " ", make("span", { className: "number" }, values)));
-      const word = row.ill.length ? "⚠ warning sign" : "✓ no warning sign";
-      const then = row.ill.length ? div("dim", row.then + ".") : null;
-      const verdict = div("", div("verdict", word), ...row.ill.map(finding), then);
-      return [row.ask, div("", ...figures), row.usual, verdict];
+      const word = row.signs.length ? "⚠ warning sign" : "✓ no warning sign";
+      const remedy = row.signs.length ? div("dim", row.remedy + ".") : null;
+      const verdict = div("", div("verdict", word), ...row.signs.map(finding), remedy);
+      return [row.question, div("", ...figures), row.usual, verdict];
     });
     const heading = ["question", "this run, from the first step to the last"];
     const box = table([...heading, "in a healthy run", "verdict"], rows);
     [...box.querySelectorAll("tr")].slice(1).forEach((line, i) => {
-      line.className = run.health[i].ill.length ? "ill" : "well";
+      line.className = run.health[i].signs.length ? "unhealthy" : "healthy";
     });
     byId("health").append(nameOf(number) ?? "", box);
   });
-  byId("health").append(make("p", { className: "note" }, data.tried));
+  byId("health").append(make("p", { className: "note" }, data.validation_note));
 }
 
 // ---------------------------------------------------------------------------------------- curves
@@ -87,9 +88,9 @@ function showHealth() {
 // A metric's name, with what it means if you point at it or reach it with Tab
 function explained(name, kind = "") {
   const whole = name.split("/").slice(0, 2).join("/");  // without the data source
-  const said = [name, `${whole}/NAME`, whole].map((key) => data.meanings[key]).find(Boolean);
-  if (!said) return make("span", { className: kind }, name);
-  const tip = make("span", { className: "tip" }, said);
+  const meaning = [name, `${whole}/NAME`, whole].map((key) => data.meanings[key]).find(Boolean);
+  if (!meaning) return make("span", { className: kind }, name);
+  const tip = make("span", { className: "tip" }, meaning);
   return make("button", { type: "button", className: `explained ${kind}` }, name, tip);
 }
 
@@ -192,19 +193,19 @@ function verdictOf(row) {
 
 function showAnswers() {
   const prompts = data.answers;
-  if (!prompts.length) return byId("answers").replaceChildren("No evaluation was written yet.");
+  if (!prompts.length) return byId("answers").replaceChildren("The run has written no evaluation yet.");
   const [filter, order, source, search] = ["filter", "order", "source", "search"].map(byId);
   const range = byId("evaluation");
-  const every = prompts.flatMap((prompt) => prompt[3].flat());
-  const versions = [...new Set(every.map((row) => row.policy_version))].sort((a, b) => a - b);
+  const rowsOfAll = prompts.flatMap((prompt) => prompt[3].flat());
+  const versions = [...new Set(rowsOfAll.map((row) => row.policy_version))].sort((a, b) => a - b);
   const sources = [...new Set(prompts.map((prompt) => prompt[2]))];
   setOptions(source, sources.map((name) => [name, name]));
   range.max = range.value = versions.length - 1;
-  let most = 20;
+  let shownPrompts = 20;
   for (const control of [range, filter, order, source, search]) {
-    control.addEventListener("input", () => { most = 20; update(); });
+    control.addEventListener("input", () => { shownPrompts = 20; update(); });
   }
-  byId("more").addEventListener("click", () => { most += 20; update(); });
+  byId("more").addEventListener("click", () => { shownPrompts += 20; update(); });
   byId("prompts").className = runs.length > 1 ? "" : "cards";
 
   const now = (rows) => rows.findLast((row) => row.policy_version <= versions[range.value]);
@@ -213,7 +214,7 @@ function showAnswers() {
     const row = now(rows);
     if (!row || !filter.value) return Boolean(row);
     if (filter.value !== "lost") return String(row.right) === filter.value;
-    return row.right === false && rows.slice(0, rows.indexOf(row)).some((each) => each.right);
+    return row.right === false && rows.slice(0, rows.indexOf(row)).some((earlier) => earlier.right);
   }
 
   function passes([prompt, truth, from, answers]) {
@@ -226,8 +227,8 @@ function showAnswers() {
     const columns = answers.map((rows, i) => {
       const row = now(rows);
       if (!row) return div("", nameOf(i), "This run has no answer.");
-      const score = (each) => each.score ?? "none (the reward failed)";
-      const scores = rows.map((each) => `${each.policy_version}: ${score(each)}`);
+      const score = (answer) => answer.score ?? "none (the reward failed)";
+      const scores = rows.map((answer) => `${answer.policy_version}: ${score(answer)}`);
       const history = div("history", `score by steps: ${scores.join(" · ")}`);
       return div("", nameOf(i), verdictOf(row), textBox(row.text), history);
     });
@@ -243,10 +244,10 @@ function showAnswers() {
     const sign = order.value[0] === "-" ? -1 : 1;
     const value = (prompt) => prompt[3].map(now).find(Boolean)[key] ?? -Infinity;
     if (key) found.sort((a, b) => sign * (value(a) - value(b)));
-    const left = prompts.length < data.asked ? `; the others of ${data.asked} do not fit here` : "";
+    const left = prompts.length < data.num_prompts ? `; the page has no room for the others of ${data.num_prompts}` : "";
     byId("count").textContent = `${found.length} of ${prompts.length} prompts${left}`;
-    byId("more").hidden = found.length <= most;
-    byId("prompts").replaceChildren(...found.slice(0, most).map(card));
+    byId("more").hidden = found.length <= shownPrompts;
+    byId("prompts").replaceChildren(...found.slice(0, shownPrompts).map(card));
   }
   update();
 }
@@ -271,17 +272,17 @@ let showStep = () => {};  // (index of a run, step, whether to keep the scroll p
 
 function showRollouts() {
   const [run, range, quantity, panel] = ["run", "step", "quantity", "panel"].map(byId);
-  if (!runs.some((each) => each.steps.length)) {
-    return byId("rollouts").replaceChildren("No response was written yet.");
+  if (!runs.some(({ steps }) => steps.length)) {
+    return byId("rollouts").replaceChildren("The run has written no response yet.");
   }
-  const steps = runs.flatMap((each) => each.steps);
-  const every = steps.flatMap((step) => step.groups.flatMap((group) => group.rows));
-  for (const name of every.flatMap((row) => Object.keys(row.numbers ?? {}))) {
-    quantities[name] ??= [name];  // a fork's own
+  const groupsOfAll = runs.flatMap(({ steps }) => steps.flatMap((step) => step.groups));
+  const rowsOfAll = groupsOfAll.flatMap((group) => group.rows);
+  for (const name of rowsOfAll.flatMap((row) => Object.keys(row.numbers ?? {}))) {
+    quantities[name] ??= [name];  // a quantity that only a fork has
   }
   const valueOf = (name) => quantities[name][1] ?? ((numbers, i) => numbers[name]?.[i]);
-  setOptions(run, runs.map((each, i) => [i, each.name]));
-  setOptions(quantity, Object.entries(quantities).map(([name, [said]]) => [name, said]));
+  setOptions(run, runs.map(({ name }, i) => [i, name]));
+  setOptions(quantity, Object.entries(quantities).map(([name, [title]]) => [name, title]));
   run.addEventListener("input", () => showStep(run.value, 1e15, true));
   range.addEventListener("input", update);
   quantity.addEventListener("input", update);
@@ -289,7 +290,7 @@ function showRollouts() {
 
   showStep = (number, step, stays) => {
     run.value = number;
-    const distances = runs[number].steps.map((each) => Math.abs(each.step - step));
+    const distances = runs[number].steps.map((shown) => Math.abs(shown.step - step));
     range.max = Math.max(0, distances.length - 1);
     range.value = distances.indexOf(Math.min(...distances));
     update();
@@ -306,7 +307,7 @@ function showRollouts() {
     byId("note").textContent = `${runs[run.value].note}.`;
     range.nextElementSibling.value = shown.step;
     const values = rows.flatMap((row) => (row.ids ?? []).map((_, i) => value(row.numbers, i)));
-    const sizes = values.map((each) => Math.abs(each ?? 0)).sort((a, b) => a - b);
+    const sizes = values.map((number) => Math.abs(number ?? 0)).sort((a, b) => a - b);
     // Scale by the 98th percentile, so that a few extreme tokens do not fade the others
     const largest = sizes[Math.floor(0.98 * (sizes.length - 1))] || sizes.at(-1) || 0;
     const end = +largest.toPrecision(3);
@@ -317,7 +318,7 @@ function showRollouts() {
     groups.replaceChildren(...shown.groups.map((group) => {
       const tokens = (row) => showTokens(row, value, largest);
       const columns = group.rows.map((row) => div("", verdictOf(row), tokens(row)));
-      const truth = group.truth.map((said) => textBox(said, "dim"));
+      const truth = group.truth.map((line) => textBox(line, "dim"));
       return div("card", textBox(group.prompt, "prompt"), ...truth, div("beside", ...columns));
     }));
   }
@@ -340,18 +341,19 @@ function showRollouts() {
   }
 
   function showTokens(row, value, largest) {
-    if (!row.ids) return div("", textBox(row.text), div("note", "The file has no tokens of it."));
+    const note = "rollouts.jsonl has no tokens of this response.";
+    if (!row.ids) return div("", textBox(row.text), div("note", note));
     const box = div("tokens");
     const values = row.ids.map((_, i) => value(row.numbers, i));
-    if (values.every((each) => each == null)) box.append(div("note", "not computed"));
+    if (values.every((number) => number == null)) box.append(div("note", "not computed"));
     values.forEach((number, i) => {
       if (row.gap && i === Math.floor(values.length / 2)) {
         box.append(make("span", { className: "gap" }, ` … ${row.gap} tokens not shown … `));
       }
       box.append(...showToken(row, i, number, largest));
     });
-    box.addEventListener("mouseover", (event) => tell(row, event.target));
-    box.addEventListener("focusin", (event) => tell(row, event.target));
+    box.addEventListener("mouseover", (event) => showNumbers(row, event.target));
+    box.addEventListener("focusin", (event) => showNumbers(row, event.target));
     box.addEventListener("keydown", (event) => {
       const tokens = box.querySelectorAll("[data-i]");
       const i = +event.target.dataset.i;
@@ -366,18 +368,18 @@ function showRollouts() {
     return box;
   }
 
-  function tell(row, token) {
+  function showNumbers(row, token) {
     const i = token.dataset.i;
     if (i === undefined) return;
-    const numbers = Object.entries(quantities).map(([name, [said]]) => {
-      const text = `${said}: ${valueOf(name)(row.numbers, i) ?? "not computed"}`;
+    const numbers = Object.entries(quantities).map(([name, [title]]) => {
+      const text = `${title}: ${valueOf(name)(row.numbers, i) ?? "not computed"}`;
       return make("span", { className: "number" }, text);
     });
     const text = make("b", {}, token.textContent.replaceAll("\n", ""));
     panel.replaceChildren(text, `id ${row.ids[i]}, token ${+i + 1}`, ...numbers);
     panel.hidden = false;
   }
-  showStep(runs.findIndex((each) => each.steps.length), 1e15, true);  // the last one
+  showStep(runs.findIndex(({ steps }) => steps.length), 1e15, true);  // the last step
 }
 
 // --------------------------------------------------------------------------------------- command
@@ -387,8 +389,8 @@ function showCommand() {
     const box = byId("command");
     box.append(nameOf(number) ?? "");
     const { commit, versions = {} } = run.args.provenance ?? {};
-    const said = Object.entries({ commit, ...versions }).map((each) => each.join(" "));
-    box.append(make("pre", { tabIndex: 0 }, run.command), make("p", {}, said.join(", ")));
+    const facts = Object.entries({ commit, ...versions }).map((pair) => pair.join(" "));
+    box.append(make("pre", { tabIndex: 0 }, run.command), make("p", {}, facts.join(", ")));
   });
 }
 

@@ -1,26 +1,26 @@
-"""Writes the tiny model and the data that the debug commands train on.
+"""Make the tiny model and the data that the debug commands train on.
 
     python scripts/train/debug/make_debug_assets.py --output_dir debug_assets
 
 It takes seconds to a minute on two CPU cores.
 
-The task is to sort five digits: "53812=" -> "12358". There are 100,000 prompts, of which 1,000 are
-held out and 20,000 are for training; no answer is right for more than 0.12% of them. A wrong digit
-can be seen as soon as it is written, so that a value model has something to learn as well.
+The task is to sort five digits: "53812=" -> "12358". Of 100,000 prompts, 1,000 are held out and
+20,000 are for training. No answer is correct for more than 0.12% of them. A wrong digit is visible
+as soon as it is written, so that a value model can learn something as well.
 
-The model is a Qwen2 of 0.1 M parameters over single characters. It starts from the demonstrations
-of a careless annotator, who two times out of three leaves the last digit where it stands
-("53812=" -> "13582"). Imitation copies the habit: the model's favourite answer is wrong unless the
-last digit happens to be the largest. What it has to learn from a 0/1 reward alone is that its rarer
-answer is the right one, and to be sure of it. Supervised training stops when the model is right
-often enough, not after a number of steps.
+The model is a Qwen2 with 0.1 M parameters over single characters. It imitates a careless annotator,
+who in two of three cases leaves the last digit where it is ("53812=" -> "13582"). The model's most
+probable answer is therefore wrong, unless the last digit happens to be the largest. From a 0/1
+reward alone, it must learn that its less probable answer is the correct one. Supervised training
+stops when the model answers correctly often enough, not after a number of steps.
 
-For reward models there are pairs of the right answer and a wrong one, from the same prompts: the
-annotator's slip, and whatever else a policy may write or an optimizer may find (wrong_answer).
+For reward models there are pairs of the correct answer and a wrong one to the same prompts. The
+wrong one has the annotator's slip, or another error that a policy can make or an optimizer can
+find (wrong_answer).
 
-Output: model/ (Hugging Face format), train.parquet and test.parquet (verl's schema),
-preference_train.parquet and preference_test.parquet, settings.json. The same settings give the same
-bytes; where settings.json matches, nothing is done.
+The output is model/ (Hugging Face format), train.parquet and test.parquet (verl's schema),
+preference_train.parquet and preference_test.parquet, and settings.json. The same settings give the
+same bytes. If settings.json matches, nothing is done.
 """
 
 import argparse
@@ -57,7 +57,7 @@ CHAT_TEMPLATE = (
 
 
 def sort_digits(digits):
-    """The answer that the task wants.
+    """Return the correct answer.
 
     >>> sort_digits("53812")
     '12358'
@@ -66,7 +66,7 @@ def sort_digits(digits):
 
 
 def careless_sort(digits, left_in_place=1):
-    """What the careless annotator writes: the last digit, or digits, stay where they are.
+    """Return the careless annotator's answer, in which the last digits stay where they are.
 
     >>> careless_sort("53812"), careless_sort("53812", left_in_place=2)
     ('13582', '35812')
@@ -75,42 +75,42 @@ def careless_sort(digits, left_in_place=1):
 
 
 def wrong_answer(digits, rng):
-    """A wrong answer, never the right one.
+    """Return a wrong answer.
 
-    It is nearly right (five digits in order, one of them not the prompt's), of a kind that the
-    policy writes, or noise. PPO would find the kinds of which a reward model has seen too little.
+    It is nearly correct (five digits in order, one of which is not in the prompt), an error of the
+    policy, or noise. PPO would find the kinds of errors that a reward model has rarely seen.
 
     >>> rng = random.Random(1)
     >>> [wrong_answer("53812", rng) for _ in range(6)]
     ['11235', '12355', '729900', '12538', '13582', '555551']
     """
-    right, other = sort_digits(digits), rng.choice("0123456789")
+    correct, other = sort_digits(digits), rng.choice("0123456789")
     i, j = sorted(rng.sample(range(5), 2))
-    near = str(min(9, max(0, int(right[i]) + rng.choice((-1, 1)))))
-    swapped = list(right)
-    swapped[i], swapped[j] = right[j], right[i]
-    nearly_right = (
-        lambda: sort_digits(right[:i] + other + right[i + 1 :]),
-        lambda: sort_digits(right[:i] + near + right[i + 1 :]),
-        lambda: sort_digits(right[:i] + right[j] + right[i + 1 :]),
-        lambda: sort_digits(right[:j] + right[i] + right[j + 1 :]),
+    near = str(min(9, max(0, int(correct[i]) + rng.choice((-1, 1)))))
+    swapped = list(correct)
+    swapped[i], swapped[j] = correct[j], correct[i]
+    nearly_correct = (
+        lambda: sort_digits(correct[:i] + other + correct[i + 1 :]),
+        lambda: sort_digits(correct[:i] + near + correct[i + 1 :]),
+        lambda: sort_digits(correct[:i] + correct[j] + correct[i + 1 :]),
+        lambda: sort_digits(correct[:j] + correct[i] + correct[j + 1 :]),
     )
     kinds = (
         lambda: careless_sort(digits),
-        # several digits left where they stand
+        # several digits stay where they are
         lambda: sort_digits(digits[: 4 - i]) + digits[4 - i :],
         lambda: "".join(swapped),
-        # a wrong digit, most often out of order as well
-        lambda: right[:i] + other + right[i + 1 :],
-        lambda: right[:i] + right[i + 1 :],  # one left out
-        lambda: right[:i] + right[i : i + 2] * 2 + right[i + 2 :],  # two of them twice
-        lambda: right[:i] + other + right[i:],  # one too many
-        lambda: right[:j],  # ends too soon
-        lambda: right + other * rng.randint(1, 2),  # ends too late
+        # a wrong digit, which is mostly out of order as well
+        lambda: correct[:i] + other + correct[i + 1 :],
+        lambda: correct[:i] + correct[i + 1 :],  # one digit is missing
+        lambda: correct[:i] + correct[i : i + 2] * 2 + correct[i + 2 :],  # two digits occur twice
+        lambda: correct[:i] + other + correct[i:],  # one digit too many
+        lambda: correct[:j],  # it ends too early
+        lambda: correct + other * rng.randint(1, 2),  # it ends too late
         lambda: digits,
-        lambda: right[::-1],
-        lambda: "".join(rng.sample(right, 5)),
-        lambda: sort_digits(f"{rng.randrange(100_000):05d}"),  # right for another prompt
+        lambda: correct[::-1],
+        lambda: "".join(rng.sample(correct, 5)),
+        lambda: sort_digits(f"{rng.randrange(100_000):05d}"),  # correct for another prompt
     )
     noise = (
         lambda: "".join(rng.choices(CHARACTERS, k=rng.randint(0, 7))),
@@ -119,7 +119,7 @@ def wrong_answer(digits, rng):
             rng.choices(rng.sample("0123456789", rng.randint(1, 3)), k=rng.randint(1, 7))
         ),
     )
-    while (answer := rng.choice(rng.choice((nearly_right, kinds, noise)))()) == right:
+    while (answer := rng.choice(rng.choice((nearly_correct, kinds, noise)))()) == correct:
         pass
     return answer
 
@@ -169,10 +169,10 @@ def make_model(tokenizer, settings):
 
 
 def train(model, tokenizer, prompts, settings):
-    """Supervised training on the careless annotator's answers.
+    """Train on the careless annotator's answers.
 
-    Stops when right answers are at least sampled_rate of those sampled at temperature 1 and at most
-    greedy_rate of the greedy ones; returns (steps, sampled rate, greedy rate).
+    Stop when at least sampled_rate of the answers sampled at temperature 1 are correct, and at most
+    greedy_rate of the greedy ones. Return the number of steps and these two rates.
     """
     import torch
 
@@ -209,48 +209,33 @@ def train(model, tokenizer, prompts, settings):
             greedy = (logprobs.argmax(-1) == probe_answers).all(1).float().mean().item()
             sampled = logprobs.gather(-1, probe_answers[..., None]).sum((1, 2)).exp().mean().item()
             if step % 50 == 0:
-                rates = f"{sampled:.0%} of the time when sampled, {greedy:.0%} greedily"
-                print(f"  step {step}: right {rates}", flush=True)
+                rates = f"{sampled:.0%} of sampled answers and {greedy:.0%} of greedy ones"
+                print(f"  step {step}: {rates} are correct", flush=True)
             if sampled >= settings["sampled_rate"] and greedy <= settings["greedy_rate"]:
                 return step, sampled, greedy
-    rates = f"{sampled:.0%} right when sampled and {greedy:.0%} greedily"
-    raise SystemExit(f"make_debug_assets: {rates}, not as asked for")
+    rates = f"{sampled:.0%} of sampled answers and {greedy:.0%} of greedy ones are correct"
+    raise SystemExit(f"make_debug_assets: {rates}, so the requested rates were not reached")
 
 
-def write_rows(path, prompts, split):
-    """Writes prompts in verl's parquet schema; see the README's section on data."""
-    from datasets import Dataset
-
-    rows = [
-        {
-            "data_source": "debug/sorting",
-            "prompt": [{"role": "user", "content": f"{digits}="}],
-            "ability": "math",
-            "reward_model": {"style": "rule", "ground_truth": sort_digits(digits)},
-            "extra_info": {"split": split, "index": i},
-        }
-        for i, digits in enumerate(prompts)
-    ]
-    Dataset.from_list(rows).to_parquet(str(path))
+def messages(digits):
+    return [{"role": "user", "content": f"{digits}="}]
 
 
-def write_pairs(path, prompts, rng, pairs_per_prompt):
-    """Writes pairs of the right answer and a wrong one.
+def make_row(digits, split, index):
+    """Return a prompt in verl's parquet schema (docs/data.md)."""
+    return {
+        "data_source": "debug/sorting",
+        "prompt": messages(digits),
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": sort_digits(digits)},
+        "extra_info": {"split": split, "index": index},
+    }
 
-    The columns are those that scripts/train_reward_model.py reads.
-    """
-    from datasets import Dataset
 
-    rows = [
-        {
-            "prompt": [{"role": "user", "content": f"{digits}="}],
-            "chosen": sort_digits(digits),
-            "rejected": wrong_answer(digits, rng),
-        }
-        for digits in prompts
-        for _ in range(pairs_per_prompt)
-    ]
-    Dataset.from_list(rows).to_parquet(str(path))
+def make_pair(digits, rng):
+    """Return the correct answer and a wrong one, for scripts/train_reward_model.py."""
+    correct, wrong = sort_digits(digits), wrong_answer(digits, rng)
+    return {"prompt": messages(digits), "chosen": correct, "rejected": wrong}
 
 
 def main():
@@ -263,7 +248,7 @@ def main():
     args = parser.parse_args()
     args.output_dir = args.output_dir.expanduser()
     settings = {name: getattr(args, name) for name in SETTINGS}
-    # The script itself is one of the settings: an edit rebuilds the assets.
+    # This file is one of the settings, so that the assets are made again after a change
     script = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
     stamp = json.dumps({**settings, "script": script}, indent=2)
     settings_path = args.output_dir / "settings.json"
@@ -277,9 +262,9 @@ def main():
 
     transformers.utils.logging.disable_progress_bar()
     start = time.time()
-    print(f"Debug model and data: making {args.output_dir}, some seconds ...", flush=True)
+    print(f"Debug model and data: making {args.output_dir} (some seconds) ...", flush=True)
     datasets.disable_progress_bars()
-    # The same bits whatever the number of cores; two threads are no faster at this size.
+    # One thread gives the same bytes on any number of cores, and two would not be faster
     torch.set_num_threads(1)
     torch.manual_seed(settings["seed"])
     prompts = [f"{number:05d}" for number in range(100_000)]
@@ -294,18 +279,16 @@ def main():
     args.output_dir.mkdir(parents=True)
     model.save_pretrained(args.output_dir / "model")
     tokenizer.save_pretrained(args.output_dir / "model")
-    write_rows(args.output_dir / "train.parquet", train_prompts, "train")
-    write_rows(args.output_dir / "test.parquet", test_prompts, "test")
-    rng, pairs = random.Random(settings["seed"]), settings["pairs_per_prompt"]
-    write_pairs(args.output_dir / "preference_train.parquet", train_prompts, rng, pairs)
-    write_pairs(args.output_dir / "preference_test.parquet", test_prompts, rng, 1)
-    settings_path.write_text(stamp, "utf-8")  # last: a folder without it is made again
+    rng, repeats = random.Random(settings["seed"]), settings["pairs_per_prompt"]
+    for split, chosen, pairs in (("train", train_prompts, repeats), ("test", test_prompts, 1)):
+        rows = [make_row(digits, split, index) for index, digits in enumerate(chosen)]
+        datasets.Dataset.from_list(rows).to_parquet(args.output_dir / f"{split}.parquet")
+        rows = [make_pair(digits, rng) for digits in chosen for _ in range(pairs)]
+        datasets.Dataset.from_list(rows).to_parquet(args.output_dir / f"preference_{split}.parquet")
+    settings_path.write_text(stamp, "utf-8")  # last, because a folder without it is made again
     print(
-        f"  {model.num_parameters():,} parameters, right {sampled:.0%} of the time when sampled "
-        f"and {greedy:.0%} greedily after {steps} steps (on training prompts; a run asks others); "
-        f"{len(train_prompts)} training and {len(test_prompts)} held-out prompts, "
-        f"{pairs * len(train_prompts)} and {len(test_prompts)} preference pairs; "
-        f"{time.time() - start:.0f} s"
+        f"  After {steps} steps, {sampled:.0%} of sampled answers and {greedy:.0%} of greedy ones "
+        f"are correct (for training prompts). It took {time.time() - start:.0f} s."
     )
 
 
