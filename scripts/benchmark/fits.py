@@ -80,7 +80,7 @@ def largest(name, launches, rank):
     for size in reversed(SHAPES):
         for gpu_memory, file, arguments in launches:
             run = launch(name, size, gpu_memory, file, rank=rank, **arguments)
-            if (flags_and_run := plan.with_share(run)) is not None:
+            if (flags_and_run := plan.with_engine_fraction(run)) is not None:
                 return size, *flags_and_run
     return None
 

@@ -5,8 +5,6 @@ Mistake is raised for what cannot be intended. Rows are the dictionaries that th
 """
 
 import inspect
-import json
-import os
 import re
 import unicodedata
 from pathlib import Path
@@ -81,22 +79,23 @@ def check_words(tokenizer, path, prompts):
         )
 
 
-def notes_on_files(path, read, split):
-    """Note files of a local folder that could hold rows but were not read, except other splits."""
-    path = os.path.normpath(path)
-    if not os.path.isdir(path):
+def notes_on_files(folder, split):
+    """Note files of a local folder that could hold rows but are not read, except other splits."""
+    folder = Path(folder)
+    if not folder.is_dir():
         return
     suffixes = re.compile(r"\.(arrow|csv|jsonl?|ndjson|parquet|tsv|txt)(\.\w+)?$", re.IGNORECASE)
-    unread = []
-    for file in sorted(Path(path).rglob("*")):
-        name = str(file.relative_to(path))
-        is_hidden = "/." in f"/{name}"
-        is_of_another_split = SPLITS.search(name) and split and split not in name
-        if suffixes.search(name) and not is_hidden and not is_of_another_split:
-            unread += [name] if str(file) not in read else []
+    names = sorted(str(file.relative_to(folder)) for file in folder.rglob("*"))
+    is_hidden = re.compile(r"(^|/)\.")
+    names = [name for name in names if suffixes.search(name) and not is_hidden.search(name)]
+    read = [name for name in names if name.endswith((".jsonl", ".parquet"))]
+    if any("train" in name or "test" in name for name in read):
+        read = [name for name in read if split in name]
+    unread = [name for name in names if name not in read]
+    unread = [name for name in unread if not SPLITS.search(name) or (split and split in name)]
     if unread:
         yield (
-            f"{path}: {len(unread):,} files that may hold rows are not read, first {unread[0]}; "
+            f"{folder}: {len(unread):,} files that may hold rows are not read, first {unread[0]}; "
             f"rows are read from .jsonl and .parquet, by the split if any name has train or test"
         )
 
@@ -110,28 +109,6 @@ def notes_on_lost_rows(path, lengths, flag, limit):
         yield (
             f"{path}: of {len(lengths):,} rows {num_empty:,} are dropped as empty, and "
             f"{len(too_long):,} as longer than --{flag} {limit}{keeps}"
-        )
-
-
-def check_row(path, index, row, needs_truth):
-    """Raise a Mistake if a row that the script has refused has one of these well-known forms."""
-    where, prompt = f"{path}, row {index}", prompt_of(row)
-    messages = prompt if isinstance(prompt, list) else [prompt]
-    for message in messages:
-        if not (isinstance(message, dict) and "role" in message) and message is not prompt:
-            keys = ", ".join(message) if isinstance(message, dict) else f"{message!r:.40}"
-            raise Mistake(f"{where}: a message must have `role` and `content`, but one has {keys}")
-    if isinstance(prompt, dict):
-        raise Mistake(f"{where}: the prompt is a dictionary; write a list of messages")
-    if re.search("[\ud800-\udfff]", json.dumps(prompt, ensure_ascii=False)):
-        raise Mistake(f"{where}: the prompt has half a character, which no text can have")
-    rule = row.get("reward_model") or {}
-    # The scripts read a truth beside style "model" only in verl's HellaSwag rows, which have `eval`
-    is_of_model = rule.get("style") == "model" and not rule.get("eval")
-    if needs_truth and is_of_model and "ground_truth" in rule and "ground_truth" not in row:
-        raise Mistake(
-            f"{where}: the style in its `reward_model` is 'model', which means that its ground "
-            f"truth is not used; write 'rule'"
         )
 
 

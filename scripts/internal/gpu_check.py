@@ -177,7 +177,7 @@ def plan(command):
     words += ["--config_file", "scripts/accelerate/one_gpu.yaml", *command]
     done = ask(*words, check=False, seconds=PROGRAM_LIMIT)
     gib = re.search(r"a learner needs about ([\d.]+) GiB", done.stdout)
-    at_once = re.search(r"enough to generate ([\d,]+) of a step's", done.stdout)
+    at_once = re.search(r"generates ([\d,]+) of a step's", done.stdout)
     figures = {"plan_gib": float(gib[1]) if gib else None}
     figures["plan_at_once"] = int(at_once[1].replace(",", "")) if at_once else None
     if done.stderr and done.returncode != 0:

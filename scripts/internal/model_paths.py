@@ -39,27 +39,6 @@ def number_of(file: Path) -> int:
     return int(re.sub(r"\D", "", file.parent.name) or 0)
 
 
-def is_whole(file: Path) -> bool:
-    """Return whether a file is as long as its format says. Some formats do not say it."""
-    size = file.stat().st_size
-    with file.open("rb") as opened:
-        if file.suffix == ".parquet":
-            opened.seek(max(0, size - 4))
-            return opened.read() == b"PAR1"
-        try:
-            if file.suffix == ".json":
-                json.load(opened)
-            if file.suffix == ".safetensors":
-                length = int.from_bytes(opened.read(8), "little")
-                header = json.loads(opened.read(min(length, size)))
-                header.pop("__metadata__", None)
-                tensors = max((entry["data_offsets"][1] for entry in header.values()), default=0)
-                return size == 8 + length + tensors
-        except ValueError:
-            return False
-    return True
-
-
 def trouble_with_files(*files: Path) -> str:
     """Return why one of these files cannot be read, and what to do, or "" if no reason is found."""
     for file in files:
@@ -68,8 +47,6 @@ def trouble_with_files(*files: Path) -> str:
         with file.open("rb") as opened:
             if opened.read(len(POINTER)) == POINTER:
                 return f"{file.name} is only a pointer of git-lfs; run git lfs pull"
-        if not is_whole(file):
-            return f"{file.name} is truncated or damaged; download it again"
     return ""
 
 

@@ -1,4 +1,4 @@
-"""What scripts/preflight.py is asked, and what it has to answer, as tables; test_preflight.py asks.
+"""Tables of options for scripts/preflight.py, and of its answers. test_preflight.py uses them.
 
 An entry has options, or a function from a folder to them, those of the launch among them, and the
 words that its answer has, with bars between; after "!" are words that it has not. The entries are
@@ -39,7 +39,7 @@ PAIR = {"prompt": [ASK], "chosen": "12358", "rejected": "13582"}
 
 
 def good_options(folder, script):
-    """Options with which nothing is wrong; a step has 64 responses, and one update."""
+    """Return options without an error. A step has 64 responses and one update."""
     options = {"model_name_or_path": MODEL, "output_dir": folder / "output", "run_name": "run"}
     if script in TRAINER:
         return options | {"dataset": write_rows(folder / "good.jsonl", [PAIR] * 70)}
@@ -51,7 +51,7 @@ def good_options(folder, script):
 
 
 def words_of(options):
-    """Options as they are typed."""
+    """Return options as they are typed."""
     words = []
     for name, value in options.items():
         if name == "vllm_gpus":
@@ -64,7 +64,7 @@ def words_of(options):
 
 
 def call_rewards_here(monkeypatch):
-    """The preflight calls rewards in this process, which takes no seconds, and asks no vLLM."""
+    """Let the preflight call rewards in this process, which is fast, and ask no vLLM."""
     load = preflight.load_script
 
     def load_script(path):
@@ -96,7 +96,7 @@ def rows(*rows, flag="dataset"):
 
 
 def prompts(*prompts, **columns):
-    """70 rows of these prompts in turn: messages, or texts of a user."""
+    """Write 70 rows of these prompts in turn, which are messages or texts of a user."""
     messages = [text if isinstance(text, list) else [ASK | {"content": text}] for text in prompts]
     return rows(*[ROW | columns | {"prompt": each} for each in messages] * (70 // len(prompts)))
 
@@ -106,7 +106,7 @@ def truth(answer, **columns):
 
 
 def files(names):
-    """A folder as the dataset, whose files have 35 prompts each."""
+    """Write a folder as the dataset, whose files have 35 prompts each."""
 
     def make(folder):
         for name in names.split():
@@ -122,7 +122,7 @@ def table(folder):
 
 
 def call(line):
-    """A reward function of one line, below its head."""
+    """Write a reward function of one line."""
     head = "import time\ndef f(data_source, response, ground_truth, extra_info):\n"
     text = f"{head}    text, truth = response, ground_truth; {line}\n"
     return lambda folder: {"reward_fn": f"{write_text(folder / 'r.py', text)}:f"}
@@ -133,7 +133,7 @@ def template(text):
 
 
 def together(*makes):
-    """Of several builders, or options."""
+    """Join several builders or options."""
 
     def make(folder):
         return {k: v for it in makes for k, v in (it(folder) if callable(it) else it).items()}
@@ -142,7 +142,7 @@ def together(*makes):
 
 
 def model(*changes, flag="model_name_or_path", to="model"):
-    """A copy of the debug model, to whose folder all of this was done."""
+    """Copy the debug model, and apply these changes to its folder."""
 
     def make(folder):
         shutil.copytree(MODEL, folder / to)
@@ -153,7 +153,7 @@ def model(*changes, flag="model_name_or_path", to="model"):
     return make
 
 
-# What may be done to a model's folder
+# Changes of a model's folder
 
 
 def in_json(name, change):
@@ -179,7 +179,7 @@ def swap_digits(tokenizer):
 
 
 def begins_with_user(tokenizer):
-    """As Llama's tokenizers do with <s>, which their templates write, too."""
+    """Add a token to each text, as Llama's tokenizers add <s>, which their templates write too."""
     token = {"id": "<|user|>", "ids": [3], "tokens": ["<|user|>"]}
     single = [{"SpecialToken": {"id": "<|user|>", "type_id": 0}}]
     single += [{"Sequence": {"id": "A", "type_id": 0}}]
@@ -193,7 +193,7 @@ SMALL |= {"num_attention_heads": 2, "num_key_value_heads": 2}
 
 
 def architecture(name, **settings):
-    """Another one, of random weights, with the debug model's tokenizer."""
+    """Replace the model by a random one of another architecture. The tokenizer stays."""
     model_class = getattr(transformers, name)
     made = model_class.config_class(**settings or SMALL)
     return lambda folder: model_class(made).save_pretrained(folder)
@@ -206,7 +206,7 @@ WITHOUT_WEIGHTS = without("model.safetensors")
 BARE = ("tokenizer.json", "model.safetensors")  # two parts cannot read this model
 BARE = model(*(lambda folder, name=it: (folder / name).unlink() for it in BARE))
 TEN = {"total_episodes": 640}  # updates
-# The wrong answer to a row is another row's ground truth
+# The incorrect answer to a row is another row's ground truth
 IS_IN = call("return float(truth in text)")
 LATER = call("return 1.0 / (truth != '68')")
 UP_TO_70 = [truth(f"{number}") for number in range(70)]
@@ -220,22 +220,11 @@ TOO_SMALL = SMALL | {"vocab_size": 16, "num_labels": 1}
 TOO_SMALL = architecture("Qwen2ForSequenceClassification", **TOO_SMALL)
 JUDGE = model(TOO_SMALL, flag="reward_model_path", to="judge")
 CRITIC = model(TOO_SMALL, flag="value_model_path", to="critic")
-SYSTEM, HUMAN = {"role": "system", "content": "1"}, {"role": "human", "content": "53812="}
+SYSTEM = {"role": "system", "content": "1"}
 
 
-def write_if(condition):
-    """A template that passes over messages of which the condition is not true."""
-    text = "{% if " + condition + " %}<|user|>{{ m.content }}{% endif %}"
-    return template("{% for m in messages %}" + text + "{% endfor %}<|assistant|>")
-
-
-def passed_over(messages, template, role):
-    """A dataset with a row that the template does not write as it is; what is said of it."""
-    words = f"row 70: | the chat template leaves out the message of the '{role}'"
-    return together(last(prompt=messages), template), words
-
-
-TO_USERS, TO_FIRST = write_if("m.role == 'user'"), write_if("loop.first")
+TO_USERS = "{% if m.role == 'user' %}<|user|>{{ m.content }}{% endif %}"
+TO_USERS = template("{% for m in messages %}" + TO_USERS + "{% endfor %}<|assistant|>")
 COUNTS = template("<|user|>{{ messages | length }}=")
 ROOM = {"num_processes": 2, "num_gpus": 8, "gpu_memory": 80.0}  # two learners
 
@@ -251,12 +240,12 @@ ONE_PROCESS = EIGHT | {"num_processes": 8, "config_file": ONE_GPU}
 PAIRS_OF_FSDP = {"config_file": SHARDED, "local_mini_batch_size": 8}
 LEARNER = {"vllm_gpus": "1", "micro_batch_tokens": 32_512, "response_length": 500}
 LEARNER |= {"gradient_checkpointing": False, "num_gpus": 2, "gpu_memory": 2.25}
-HELP = "a learner needs about 0.3 GiB of its GPU, but can use 0.2 GiB; this fits: | "
+HELP = "a learner needs about 0.3 GiB of its GPU, but can use 0.2 GiB; with these flags it fits: | "
 HELP += "--gradient_checkpointing (learner: 0.1 GiB of 0.2 GiB)"
 
 
 def last(**columns):
-    """70 rows and pairs, and another."""
+    """Write 70 rows that are also pairs, and one more."""
     return rows(*[BOTH_KINDS] * 70, BOTH_KINDS | columns)
 
 
@@ -271,7 +260,7 @@ MISTAKES = {
     ),
     "no truth": (rows(ROW, ROW | {"reward_model": {}}), "row 1: | `ground_truth` | docs/data.md"),
     "no folder": ({"model_name_or_path": "x/y/z"}, "--model_name_or_path x/y/z: no such", EVERY),
-    "a mixture": (model(MIXTURE), "is a mixture of experts, whose syncs failed"),
+    "a mixture": (model(MIXTURE), "is a mixture of experts, whose weight sync failed"),
     "reward fails late": (together(LATER, rows(*UP_TO_70)), "row 68: | answer '68' | ZeroDivision"),
     # Data
     "empty": (rows(), "data.jsonl | empty", EVERY),
@@ -280,29 +269,13 @@ MISTAKES = {
         "row 70: the prompt is the text of",
         EVERY,
     ),
-    "truth that is not used": (
-        rows(ROW, truth("5", reward_model={"style": "model", "ground_truth": "5"})),
-        "row 1: the style in its `reward_model` is 'model', | write 'rule'",
-    ),
-    "messages of ShareGPT": (
-        last(prompt=[{"from": "human", "value": "1="}]),
-        "row 70: a message must have `role` and `content`, but one has from, value",
-        EVERY,
-    ),
-    "messages as columns": (
-        last(prompt={"role": ["user"], "content": ["1="]}),
-        "row 70: the prompt is a dictionary",
-        SCRIPTS,
-    ),
-    "half a character": (last(prompt="1\ud83d="), "row 70: the prompt has half a char", EVERY),
-    "a list of all rows": (rows([ROW, ROW]), "--dataset | row 0 is no JSON object", EVERY),
     "rows of another format": (table, "--dataset | read from .jsonl and .parquet files", EVERY),
     "parts": (last(prompt=PARTS), "row 70: a content is a list of parts", EVERY),
-    "role that is not known": passed_over([HUMAN], TO_USERS, "human"),
-    "system passed over": (*passed_over([SYSTEM, ASK], TO_USERS, "system"), EVERY),
-    "system at the end": (*passed_over([ASK, SYSTEM], TO_USERS, "system"), EVERY),
-    "user passed over": passed_over([SYSTEM, ASK], TO_FIRST, "user"),
-    "parts passed over": passed_over(PARTS, write_if("m.content is string"), "user"),
+    "system passed over": (
+        together(last(prompt=[SYSTEM, ASK]), TO_USERS),
+        "row 70: | the chat template leaves out the message of the 'system'",
+        EVERY,
+    ),
     "all passed over": (together(COUNTS, last()), "row 0: | leaves out the message of the 'user'"),
     "words are lost": (prompts("1 2 3 4 5="), "the spaces between | TokenizersBackend"),
     "too few pairs": ({"local_mini_batch_size": 80}, "0 updates of 80 | --num_train_ep", TRAINER),
@@ -312,26 +285,29 @@ MISTAKES = {
         "--dataset | no split val in their names",
     ),
     # Models and tokenizers
-    "no weights": (WITHOUT_WEIGHTS, "it has no weights, | model.safetensors | --num_gpus", EVERY),
-    "no tokenizer": (BARE, "--model_name_or_path | it has no tokenizer, such as", EVERY),
+    "no weights": (WITHOUT_WEIGHTS, "no weights, such as model.safetensors | --num_gpus", EVERY),
+    "no tokenizer": (BARE, "--model_name_or_path | no tokenizer, such as", EVERY),
     "another shape": (model(config(intermediate_size=7)), "down_proj.weight | [64, 7]", EVERY),
     "BERT": (model(architecture("BertForMaskedLM")), "BertForMaskedLM | decoder"),
     "too few positions": ({"response_length": 512}, "--response_length | positions | 512"),
-    "ids of another": (OTHER_IDS, "--tokenizer_name_or_path | 2 of its tokens have other ids"),
+    "ids of another": (OTHER_IDS, "--tokenizer_name_or_path | misread 2 tokens"),
     "tokenizer of another": (NINE, "tokenizer | 17 | 9"),
-    "reward model of fewer ids": (JUDGE, "--reward_model_path | its vocab_size is 16, too small"),
-    "value model of fewer ids": (CRITIC, "--value_model_path | its vocab_size is 16, too", PPO),
+    "reward model of fewer ids": (JUDGE, "--reward_model_path | vocab_size is 16, too"),
+    "value model of fewer ids": (CRITIC, "--value_model_path | vocab_size is 16, too", PPO),
     "a bias": (model(architecture("PhiForCausalLM")), "the head's bias would not be trained"),
     "classifier that looks ahead": (AHEAD, "attends to later tokens", TRAINER),
     "classifier without a head": ({"reward_model_path": MODEL}, "--reward_model_path | 0 labels"),
     # Rewards and numbers
     "empty truth": (
         together(IS_IN, rows(ROW, truth(""), truth(""))),
-        "row 1: | empty, and any answer is right: '12358'",
+        "row 1: | empty, so any answer counts as correct: '12358'",
     ),
     "no reward": ({"apply_verifiable_reward": False}, "--apply_verifiable_reward, --add_r1"),
-    "warm-up alone": ({"warm_up_steps": 10, "total_episodes": 640}, "has 10 updates, and must"),
-    "warm-up of values": (WARM, "--warm_up_steps 2: the policy has 1 updates", PPO),
+    "warm-up alone": (
+        {"warm_up_steps": 10, "total_episodes": 640},
+        "must be less | which are 10; raise",
+    ),
+    "warm-up of values": (WARM, "--warm_up_steps 2 must | which are 1;", PPO),
     "a home": ({"output_dir": "~/runs"}, "--output_dir ~/runs: no shell expands ~", EVERY),
     "a home in a path": ({"dataset": "~/a.jsonl"}, "--dataset ~/a.jsonl: no shell", EVERY),
     "stop token": ({"stop_token": "<x>"}, "--stop_token <x>: the tokenizer has no such", EVERY),
@@ -346,10 +322,8 @@ MISTAKES = {
     "no adapters": ({"lora_rank": 8}, "python scripts/fork.py lora | _lora.py --script"),
     "no rank": ({"lora_rank": 0}, "--lora_rank is 0; it must be at least 1", FORKS),
     "a learner's GPU": (placed("1 2"), "--vllm_gpus (1, 2) | not the first 2"),
-    "GPU from behind": (placed("-1"), "must be GPUs without a learner"),
     "a GPU twice": (placed("2 2"), "--vllm_gpus (2, 2) | each named once"),
     "half an engine": (placed("2 3 4", 2), "(2, 3, 4) | --vllm_tensor_parallel_size (2) for each"),
-    "too few for one": (placed("2", 2), "--vllm_gpus (2,) | --vllm_tensor_parallel_size (2)"),
     "engines of nobody": (placed("2 3 4"), "no more engines than learners"),
     "no GPUs for many": (ROOM | {"vllm_tensor_parallel_size": 2}, "--vllm_gpus () | (2) for each"),
     "ranks of one process": (
@@ -368,9 +342,9 @@ ENDS = "{% endif %}{% endfor %}"
 GENERATE = ENDS + "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 ANSWER = "<|assistant|>{{ m.content }}"
 UNPROMPTED, ENDLESS = template(USER + ANSWER + "<|end|>" + ENDS), template(USER + ANSWER + GENERATE)
-# As Qwen3's: before an answer it writes thoughts, of which there are none
+# Like Qwen3's template, it writes thoughts before an answer, although there are none
 THINKS = template(USER + "<|assistant|>= {{ m.content }}<|end|>" + GENERATE)
-# A base model: its end is another than that of its template's turns
+# A base model, whose end token is not the one that ends the turns of its template
 BASE = model(
     config(eos_token_id=0),
     in_json("generation_config.json", lambda settings: settings.update(eos_token_id=0)),
@@ -381,7 +355,7 @@ BEGINS = model(
     in_json("tokenizer_config.json", lambda settings: settings.update(bos_token="<|user|>")),
 )
 TEXTS = rows(*[ROW | {"prompt": "<|user|>1="}] * 70)
-SEEN = together(rows(*[ROW] * 70), rows(*[ROW] * 70, flag="eval_dataset"))
+SEEN = together(rows(*[ROW] * 70), rows(*[ROW] * 70, flag="eval_dataset"), {"num_eval_prompts": 5})
 TWICE = {"prompt": "1=", "chosen": "1=1", "rejected": "1=2"}
 TURNED = PAIR | {"chosen": PAIR["rejected"], "rejected": PAIR["chosen"]}
 IMAGE = {"images": [{"path": "1.png"}]}
@@ -409,7 +383,7 @@ SEES = {"text_config": HYBRID, "vision_config": EYES | {"out_hidden_size": 32}}
 
 SIX = EIGHT | {"num_processes": 6, "vllm_gpus": "6 7"}
 NODES = SIX | {"num_processes": 12, "num_machines": 2}
-SHARES = "of 14.8 GiB available | generate 64 of a step's 64 responses at once | policy"
+SHARES = "of 14.8 GiB available | generates 64 of a step's 64 responses at once | policy"
 
 PLANS = {
     # What is odd about rows and the template
@@ -426,7 +400,10 @@ PLANS = {
         together(BEGINS, TEXTS),
         "row 0 (one of 70 in 70) | adds '<|user|>' a second",
     ),
-    "held-out prompts": (SEEN, "70 of the 70 held-out prompts are also in the training data"),
+    "held-out prompts": (
+        SEEN,
+        "on 5 prompts, and | 5 of the 5 held-out prompts are also in the tr",
+    ),
     "prompt in the answers": (rows(*[TWICE] * 70), "70 of 70 responses begin with their", TRAINER),
     "both orders": (rows(*[PAIR, TURNED] * 35), "70 pairs exist in both orders", TRAINER),
     "changed by the template": (REVERSED, "learners 1 ! distinct"),
@@ -441,10 +418,13 @@ PLANS = {
     "nothing": (SEVENTY, QUIET),
     "thoughts": (together(SEVENTY, THINKS), QUIET),
     # The reward
-    "debug": ({}, "learners 1 | 1 x compute_score | of debug/sorting: the ground truth scores 1"),
-    "alike": (ALIKE, "row 0, and so 18 of 18 that were tried: | no more than"),
-    "sources": (OF_ITS_OWN, "of mine/0, mine/1, | mine/9, ...: the ground truth scores 1 (1 in"),
-    "less than right": (call("return 0.95 * (text == truth)"), "18 of 18 | less than 1, which"),
+    "debug": ({}, "learners 1 | 1 x compute_score | of debug/sorting the ground truth scores 1"),
+    "alike": (ALIKE, "row 0, one of 18 such rows among 18 that | no more than"),
+    "sources": (OF_ITS_OWN, "of mine/0, mine/1, | mine/9, ... the ground truth scores 1 (1 in"),
+    "less than right": (
+        call("return 0.95 * (text == truth)"),
+        "18 such rows among 18 | less than 1, so",
+    ),
     "files of no split": (files("train.jsonl algebra.jsonl a.csv"), "2 files | first a.csv;"),
     "files of other splits": (
         files("train.jsonl test.jsonl dev/0.parquet"),
@@ -453,17 +433,17 @@ PLANS = {
     "files that are no rows": (files("a.jsonl b.jsonl .x/a.jsonl info.md"), "70 prompts ! are not"),
     "more than there are": (
         MANY,
-        "40 epochs of the 4 prompts | takes 16 prompts, but there are 4",
+        "epochs 40 of the 4 prompts | takes 16 prompts, but there are 4",
     ),
-    "enough": (SEVENTY, "epochs of the 70 prompts ! takes"),
-    # Empty truths are let be where a source has no others
+    "enough": (SEVENTY, "of the 70 prompts ! takes"),
+    # Empty ground truths are accepted if a source has no others
     "judged": (
         together(call("return len(text)"), JUDGED),
-        "examples of judged: the ground truth scores",
+        "examples of judged the ground truth scores",
     ),
     "a rule": (
         rows(*[truth('{"N": 3}')] * 64),
-        "64 of 64 | Of test cases or constraints ! have it",
+        "64 such rows among 64 | Ignore this for test cases ! have it",
     ),
     # Steps, flags, models, and the launch
     "steps": (TEN, "steps 10, each on | 16 tokens | 10, which are 1 per step, each on 64"),
@@ -475,7 +455,7 @@ PLANS = {
     "flags": (NOTHING_ALONE, "--penalty_reward_value does nothing | --r1_style_format_reward does"),
     "no checkpoint is due": (
         TEN | {"save_freq": 50},
-        "--save_freq 50 writes no checkpoint in 10 steps",
+        "no checkpoints, because of --save_freq 50,",
     ),
     "disk": (TEN | {"save_freq": 2}, "for 4 checkpoints | 0.3 MiB for the final model"),
     "eyes": (model(architecture("Qwen3_5ForConditionalGeneration", **SEES)), "of policy"),
@@ -491,20 +471,23 @@ PLANS = {
 
 
 def options_of_run(folder, script):
-    """Of ten steps, or of eight updates of a reward model."""
-    length = {"local_mini_batch_size": 8} if script in TRAINER else TEN
-    return good_options(folder, script) | length
+    """Return options for ten steps, or for eight updates of a reward model."""
+    if script in TRAINER:
+        return good_options(folder, script) | {"local_mini_batch_size": 8}
+    held_out = write_rows(folder / "eval.jsonl", [truth(f"{number}") for number in range(9)])
+    drawn = {"eval_dataset": held_out, "num_eval_prompts": 5}  # a checkpoint has their hash
+    return good_options(folder, script) | TEN | drawn
 
 
 def stepped(model):
-    """A model, and its optimizer after a step."""
+    """Return a model, and its optimizer after an update."""
     optimizer = ppo_sync.make_optimizer(model, ppo_sync.Args())
     optimizer.step()
     return model, optimizer
 
 
 def save_run(folder, script):
-    """A run that was interrupted in step 8, with checkpoints after 3 and 6, in output/run."""
+    """Write a run that was interrupted in step 8, with checkpoints after steps 3 and 6."""
     module = importlib.import_module(Path(script).stem)
     args = tyro.cli(module.Args, args=words_of(options_of_run(folder, script)))
     tokenizer = transformers.AutoTokenizer.from_pretrained(MODEL)

@@ -291,7 +291,7 @@ def test_what_a_recipe_launches_passes_the_preflight_and_is_what_it_says(
         run = ask(*question, memory)
         sizes = plan.learner_needs(run) / plan.GIB, plan.learner_room(run) / plan.GIB
         assert sizes == pytest.approx((int(needed), int(room)), rel=0.1)
-        assert not any("GPUs are not used" in note for note in run.notes)
+        assert not any("GPUs are not used" in warning for warning in run.warnings)
     args = run.args  # the last is the script's
     assert PUBLISHED[recipe] == (
         args.episodes_per_step,

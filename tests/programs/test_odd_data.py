@@ -31,7 +31,7 @@ def make_run(tokenizer, prompts=(), rule=None, **args):
     """Return a Run of GRPO with these prompts. compute_score calls rule(text, truth)."""
     args = script.Args(**args)
     args.stop_token_ids = (tokenizer.eos_token_id,)
-    run = SimpleNamespace(script=script, args=args, tokenizer=tokenizer, notes=[], answers={})
+    run = SimpleNamespace(script=script, args=args, tokenizer=tokenizer, warnings=[], answers={})
     run.train_rows, run.format = list(prompts), ""
     if rule:
         scores = {"compute_score": lambda source, text, truth: float(rule(text, truth))}
@@ -113,7 +113,11 @@ def in_box(text, truth):
 
 # A rule and a ground truth, the scores of that truth bare, in a box and in the R1 format, and words
 # of the note
-OF_TESTS, BOX, POOR = '{"inputs": ["1"], "outputs": ["2"]}', in_box, "scores no more than a wrong"
+OF_TESTS, BOX, POOR = (
+    '{"inputs": ["1"], "outputs": ["2"]}',
+    in_box,
+    "scores no more than an incorrect",
+)
 RULES = [
     (lambda text, truth: truth in text, "16", (1, 1, 1), ""),
     (in_box, "16", (0, 1, 0), ""),
@@ -122,7 +126,7 @@ RULES = [
     (lambda text, truth: truth in text, '["16"]', (0, 0, 0), f"'16', bare, | {POOR}"),
     (lambda text, truth: str(truth) in text, [16], (0, 0, 0), f"'16', bare, | {POOR}"),
     (lambda text, truth: json.loads(truth)[0] in text, '["16"]', (1, 1, 1), ""),
-    (lambda text, truth: text == "print(2)", OF_TESTS, (0, 0, 0), "Of test cases | says nothing"),
+    (lambda text, truth: text == "print(2)", OF_TESTS, (0, 0, 0), "Ignore this for test cases"),
     (lambda text, truth: True, "16", (1, 1, 1), POOR),
     (lambda text, truth: not text, "16", (0, 0, 0), POOR),
     (lambda text, truth: "45" in text, "4<end>5", (0, 0, 0), POOR),  # a stop token truncates it
@@ -137,7 +141,7 @@ def test_answers_that_should_be_correct_are_scored_as_in_the_run(number):
     sources = preflight.try_reward(run, None, prompts)
     assert run.answers["mine"][:3] == expected
     assert sources == ({"mine"} if max(expected[:2]) > run.answers["mine"][4] else set())
-    notes = " ".join(run.notes)
+    notes = " ".join(run.warnings)
     assert bool(words) == bool(notes) and all(word in notes for word in words.split(" | "))
 
 
@@ -156,5 +160,5 @@ def test_r1_format_that_cannot_be_rewarded_is_noted(special, stop_token):
             run.args.stop_token_ids += (tokenizer.convert_tokens_to_ids(stop_token),)
         preflight.check_format(run)
         is_lost = "</think>" in end or bool(stop_token and special)
-        assert ["does not get" in note for note in run.notes] == [True] * is_lost
+        assert ["does not get" in note for note in run.warnings] == [True] * is_lost
         assert run.format == f"{1 - is_lost} of 1 prompts"

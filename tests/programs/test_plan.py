@@ -1,12 +1,15 @@
-"""The arithmetic of the preflight's plan, scripts/internal/resource_plan.py."""
+"""scripts/internal/resource_plan.py, the arithmetic of the preflight's plan."""
 
 import math
+from types import SimpleNamespace
 
 import fits
+import preflight
 import preflight_cases as cases
 import pytest
 import torch
 import transformers
+from internal import gpu_check
 from internal import resource_plan as plan
 from internal.resource_plan import GIB
 from torch.distributed import checkpoint
@@ -18,12 +21,12 @@ PPO, GRPO = "ppo_vllm_async", "grpo_vllm_async"
 
 
 def launch(name, size="0.6", gpu_memory=24, file="one_gpu.yaml", *numbers, **more):
-    """A run of Qwen3, whose models have no memory."""
+    """Return a run of Qwen3 whose models take no memory."""
     return fits.launch(name, size, gpu_memory, file, *numbers, **more)
 
 
 def tiny(layers=2, hidden=64, family="Qwen2"):
-    """A policy and a value model that have."""
+    """Return a small policy and a small value model with weights."""
     sizes = {"hidden_size": hidden, "num_hidden_layers": layers, "intermediate_size": 192}
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 4 if family == "Qwen2" else 2}
     sizes |= {"head_dim": 64} if family == "Qwen3" else {}
@@ -34,7 +37,7 @@ def tiny(layers=2, hidden=64, family="Qwen2"):
 
 
 def test_checkpoint_takes_what_is_written(tmp_path):
-    """Weights and both of AdamW's moments, but no gradients."""
+    """It contains weights and AdamW's two moments, but no gradients."""
     run = plan.with_changes(launch(PPO), {"save_freq": 2, "keep_last_n": 0})
     run.args.num_training_steps = 5
     run.model, run.value_model = tiny(hidden=256)
@@ -50,7 +53,7 @@ def test_checkpoint_takes_what_is_written(tmp_path):
     [(1, (), 2), (2, (), 3), (1, (1,), 2), (2, (2,), 2)],
 )
 def test_contexts_and_nccl_are_left_their_memory(learners, vllm_gpus, left):
-    """A GiB for each process on the GPU, and one where GPUs exchange weights or gradients."""
+    """One GiB for each process on the GPU, and one more if GPUs exchange weights or gradients."""
     numbers = (GRPO, "0.6", 24, "ddp.yaml", 1, learners, vllm_gpus)
     run = plan.with_changes(launch(*numbers), {"vllm_gpu_memory_utilization": 0.5})
     assert plan.learner_room(run) == (24 / (1 if vllm_gpus else 2) - left) * GIB
@@ -62,8 +65,8 @@ def test_vllm_samples_so_many_at_once_whatever_its_cache_holds(gpu_memory, most)
     run = launch(GRPO, "0.6", gpu_memory)
     run.args.vllm_gpu_memory_utilization = 0.97
     run.args.response_length, run.args.local_rollout_batch_size = 64, 1000
-    assert plan.responses_at_once(run) == most
-    assert any(f"at most {most:,} at once" in line for line in plan.room_for_responses(run))
+    assert plan.responses_at_once(run, 10_000) == most
+    assert any(f"at most {most:,} at once" in line for _, line in plan.plan_of_engine(run))
     cache = plan.engine_needs(run, math.inf) - plan.engine_memory(run)
     assert cache == most * plan.cache_memory(run)
 
@@ -80,18 +83,32 @@ def test_vllm_samples_so_many_at_once_whatever_its_cache_holds(gpu_memory, most)
 def test_what_is_named_fits(numbers, num_gpus, names, monkeypatch):
     run = launch(*numbers)
     run.options.num_gpus = num_gpus
-    ((flags, changed),) = plan.what_fits(run)
+    flags, changed = plan.what_fits(run)
     assert names <= flags.keys() and not plan.fits(run)
     assert plan.fits(changed) and plan.fits(plan.with_changes(run, flags))
     assert changed.options.local_processes() <= num_gpus
-    typed = plan.in_flags(flags, changed)
+    typed = plan.format_flags(flags, changed)
     assert all(f"--{name} {value}" in typed for name, value in flags.items())
     monkeypatch.delattr(run.script, "fully_shard")  # as in a copy without FSDP2
-    assert all("config_file" not in flags for flags, _ in plan.what_fits(run))
+    found = plan.what_fits(run)
+    assert found is None or "config_file" not in found[0]
 
 
 def test_nothing_is_named_where_nothing_fits():
-    assert plan.what_fits(launch(PPO, "32", 24)) == []
+    assert plan.what_fits(launch(PPO, "32", 24)) is None
+
+
+def test_gpu_check_finds_its_figures_in_the_plan(monkeypatch):
+    """Its patterns once had the words of an older plan, so that it compared with nothing."""
+    run = launch(GRPO)
+    run.train_rows, run.has_models = [], True
+    run.args.num_updates = run.args.num_training_steps = 10
+    printed = "\n".join(line for _, line in preflight.plan_of_memory(run))
+    done = SimpleNamespace(stdout=printed, stderr="", returncode=0)
+    monkeypatch.setattr(gpu_check, "ask", lambda *words, **options: done)
+    figures = gpu_check.plan([])
+    assert figures["plan_gib"] == pytest.approx(plan.learner_needs(run) / GIB, abs=0.1)
+    assert figures["plan_at_once"] == plan.responses_at_once(run, plan.local_episodes(run))
 
 
 # ---------------------------------------------------------------------------------------- adapters
@@ -128,11 +145,11 @@ def test_flops_of_a_token_are_those_that_torch_counts(family):
 
 
 def test_hours_are_those_of_a_step_in_turns_or_of_the_slower_side():
-    """A step of rows of 512 + 1,024 tokens, on H100s."""
+    """A step has rows of 512 + 1,024 tokens, on H100s."""
     run = launch(GRPO, "1.7", 80, "ddp.yaml", 1, 2, (2,))
     rows, args = 256, run.args
     args.episodes_per_step, args.num_training_steps = rows, 100
-    matrices = plan.count_parameters(run.model)  # but for the norms; its head is tied
+    matrices = plan.count_parameters(run.model)  # without norms; the head is tied
     read = 1024 * (2 * matrices + rows * 2 * 28 * 1024 * 2 * 1024)  # all at once, on average 1,024
     assert plan.sampling_seconds(run) == pytest.approx(read / 3.35e12, rel=1e-3)
     fast, slow = (plan.learner_seconds(run, host) for host in plan.HOST)
@@ -145,7 +162,7 @@ def test_hours_are_those_of_a_step_in_turns_or_of_the_slower_side():
 
 
 def small_step(**flags):
-    """PPO of 0.5 B, 64 responses a step, on an H200: 0.5 B is where Python is slower than a GPU."""
+    """Return PPO of 0.5 B on an H200, which can be faster than Python, with 64 responses a step."""
     run = launch(PPO, "0.5", 141)
     sizes = {"response_length": 504, "local_rollout_batch_size": 64, "local_mini_batch_size": 64}
     return plan.with_changes(run, sizes | flags)
@@ -185,7 +202,10 @@ def test_budget_is_lowered_as_little_as_makes_the_run_fit():
     run.args.vllm_gpu_memory_utilization = 0.35
     run.args.micro_batch_tokens = 131_072
     assert not plan.fits(run)
-    ((flags, changed),) = plan.what_fits(run)
+    flags, changed = plan.what_fits(run)
     tokens = flags["micro_batch_tokens"]
     assert run.max_length() < tokens < 131_072 and plan.fits(changed)
-    assert plan.with_share(plan.with_changes(run, {"micro_batch_tokens": 2 * tokens})) is None
+    assert (
+        plan.with_engine_fraction(plan.with_changes(run, {"micro_batch_tokens": 2 * tokens}))
+        is None
+    )
