@@ -37,20 +37,18 @@ import time
 import pytest
 import torch
 from helpers import LORA, REPO
-from helpers.processes import end, environment, finish, flags_of
-from helpers.runs import VLLM_OPTIONS
-from helpers.zygote import Zygote, forked_engines
+from helpers.processes import TWO_RANKS, end, environment, finish, flags_of
 
 # The hub is out of bounds for tests; a name that is not a folder fails at once instead of after
 # retries.
 os.environ["HF_HUB_OFFLINE"] = "1"
-# What datasets made of a folder in an earlier run it would take for another folder of that name
+# `datasets` would take a folder for another folder of its name in an earlier run
 CACHE = tempfile.TemporaryDirectory(prefix="datasets_of_tests_")
 os.environ["HF_DATASETS_CACHE"] = CACHE.name
-# Models are tiny. As many threads as cores would wait for each other, on a busy machine for minutes
+# Models are tiny. One thread per core would wait for the others, on a busy machine for minutes
 torch.set_num_threads(1)
-# Under nohup one is ignored, and in the background of a shell the other. Processes would inherit
-# that, and tests send both
+# nohup ignores SIGHUP, and a shell in the background ignores SIGINT. Processes would inherit that,
+# but tests send both
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]
@@ -59,7 +57,7 @@ HANDLERS = [signal.getsignal(number) for number in SIGNALS]
 
 @pytest.fixture(autouse=True)
 def signals_as_before():
-    """start_ranks sets them for good; what a later test starts would inherit an ignored one."""
+    """Restore what start_ranks sets, because processes of later tests would inherit it."""
     yield
     for number, handler in zip(SIGNALS, HANDLERS, strict=True):
         signal.signal(number, handler)
@@ -71,14 +69,14 @@ LONG += ["preflight", "rewards", "resume", "failures", "gpu_check", "launch"]
 
 
 def pytest_collection_modifyitems(items):
-    """Long files first: with a long one last, the other process would wait for it."""
+    """Run long files first, because the other process would wait for a long one at the end."""
     rank = {f"test_{name}": i for i, name in enumerate(LONG)}
     items.sort(key=lambda item: rank.get(item.path.stem, len(LONG)))
 
 
 @pytest.fixture(scope="session", autouse=True)
 def no_default_of_accelerate():
-    """The one who tests may have called `accelerate config`."""
+    """Ignore what a user has told accelerate by `accelerate config`."""
     from accelerate.commands.config import config_args
 
     config_args.default_config_file = os.devnull
@@ -86,7 +84,7 @@ def no_default_of_accelerate():
 
 @pytest.fixture(scope="session")
 def git():
-    """For tests that call it."""
+    """Skip tests that call git if it is not installed."""
     if not shutil.which("git"):
         pytest.skip("git is not installed, and these tests call it")
 
@@ -101,7 +99,7 @@ def import_fork():
 
 @pytest.fixture(scope="session")
 def lora_forks(import_fork):
-    """{file name: module}, of the fork lora of each script. run_main finds them by these names."""
+    """Return {file name: module} of each script's fork lora. run_main takes these names."""
     return {name: import_fork("lora", script) for name, script in LORA.items()}
 
 
@@ -143,7 +141,7 @@ def few_prompts(take_rows):
 
 @pytest.fixture(scope="session")
 def reward_model(assets, tmp_path_factory):
-    """A one-label classifier of random weights, as transformers writes it."""
+    """Return the folder of a classifier with one label and random weights."""
     from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
     path = tmp_path_factory.mktemp("reward_model")
@@ -163,7 +161,7 @@ def accelerator():
 
 @pytest.fixture
 def saved_policy(tmp_path):
-    """The folder of a policy with a wide head and with dropout."""
+    """Return the folder of a policy with a wide head and with dropout."""
     from helpers.rollouts import tiny_language_model
 
     model = tiny_language_model(hidden_size=512, num_hidden_layers=1, attention_dropout=0.3)
@@ -171,41 +169,11 @@ def saved_policy(tmp_path):
     return tmp_path / "policy"
 
 
-@pytest.fixture(scope="module")
-def engines():
-    """The VLLMs that a module's tests make are forked."""
-    with forked_engines():
-        yield
-
-
 @pytest.fixture(scope="session")
-def zygote():
-    zygote = Zygote(environment())
-    yield zygote
-    zygote.end()
+def start_script(assets, take_rows):
+    """Start a script on the debug assets. The end of the session ends it, if nothing else does.
 
-
-def start_python(argv, env, folder):
-    with open(folder / "stdout", "w") as stdout, open(folder / "stderr", "w") as stderr:
-        return subprocess.Popen(
-            [sys.executable, *argv],
-            cwd=REPO,
-            env=env,
-            stdin=subprocess.DEVNULL,
-            stdout=stdout,
-            stderr=stderr,
-            # So that a test can press Ctrl-C, which a shell in the background had us ignore
-            start_new_session=True,
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-        )
-
-
-@pytest.fixture(scope="session")
-def start_script(assets, take_rows, request):
-    """Starts a script of the repository on the debug assets; it ends with the session at last.
-
-    A Zygote forks it, on so many ranks; with a launcher, () being Python alone, it is started as a
-    user starts it.
+    Without a launcher, Python starts one rank, and torchrun starts two.
     """
     started = []
     defaults = {
@@ -234,10 +202,17 @@ def start_script(assets, take_rows, request):
         of_ppo = {} if "grpo" in "".join(words) else {"value_learning_rate": 1e-3}
         argv = [*words, *flags_of(defaults | of_ppo | {"output_dir": folder} | options)]
         if launcher is None:
-            zygote = request.getfixturevalue("zygote")
-            process = zygote.start(argv, environment(env), folder, ranks)
-        else:
-            process = start_python([*launcher, *argv], environment(env), folder)
+            launcher = {1: (), 2: TWO_RANKS}[ranks]
+        with open(folder / "stdout", "w") as stdout, open(folder / "stderr", "w") as stderr:
+            process = subprocess.Popen(
+                [sys.executable, *launcher, *argv],
+                cwd=REPO,
+                env=environment(env),
+                stdin=subprocess.DEVNULL,
+                stdout=stdout,
+                stderr=stderr,
+                start_new_session=True,  # so that a test can press Ctrl-C
+            )
         process.folder, process.run_dir = folder, folder / "run"
         started.append(process)
         return process
@@ -250,7 +225,7 @@ def start_script(assets, take_rows, request):
 
 @pytest.fixture(scope="session")
 def run_script(start_script):
-    """Runs a script to its end: run_script("ppo_sync.py", tmp_path, beta=0.1) -> Run."""
+    """Run a script to its end: run_script("ppo_sync.py", tmp_path, beta=0.1) -> Run."""
 
     def run(script, folder, launcher=None, **options):
         started_at = time.monotonic()
@@ -264,17 +239,9 @@ def run_with_fault(run_script):
     """run_with_fault("ppo_vllm_async.py", "SIGKILL", tmp_path) -> Run."""
     program = str(REPO / "tests" / "helpers" / "run_with_fault.py")
 
-    def run(script, fault, folder, launcher=(), **options):
-        return run_script(fault, folder, launcher, program=(program, script), **options)
+    def run(script, fault, folder, **options):
+        return run_script(fault, folder, program=(program, script), **options)
 
-    return run
-
-
-@pytest.fixture(scope="session")
-def vllm_run(run_script, small_eval, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("vllm")
-    run = run_script("ppo_sync.py", folder, (), eval_dataset=small_eval, **VLLM_OPTIONS)
-    assert run.returncode == 0, run.output
     return run
 
 

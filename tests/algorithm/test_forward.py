@@ -70,21 +70,10 @@ def test_text_model_of_one_that_sees_is_loaded_without_dropout_and_by_its_name(t
     linear = {f"linear_num_{name}_heads": 2 for name in ("key", "value")}
     linear |= {f"linear_{name}_head_dim": 8 for name in ("key", "value")}
     text = {"hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 2, "vocab_size": VOCAB}
-    text |= {
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "attention_dropout": 0.1,
-    }
-    text |= linear | {"layer_types": ["linear_attention", "full_attention"]}
-    eyes = {
-        "depth": 1,
-        "hidden_size": 16,
-        "intermediate_size": 16,
-        "num_heads": 2,
-        "out_hidden_size": 32,
-    }
-    config = Qwen3_5Config(text_config=text, vision_config=eyes)
+    text |= {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16}
+    text |= {"attention_dropout": 0.1, "layer_types": ["linear_attention", "full_attention"]}
+    eyes = {"hidden_size": 16, "intermediate_size": 16, "out_hidden_size": 32, "num_heads": 2}
+    config = Qwen3_5Config(text_config=text | linear, vision_config=eyes | {"depth": 1})
     Qwen3_5ForConditionalGeneration(config).save_pretrained(tmp_path)
     policy = load_policy(tmp_path)
     assert policy.model.config.architectures == ["Qwen3_5ForCausalLM"]

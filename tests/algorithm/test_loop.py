@@ -352,9 +352,7 @@ def test_without_kl_no_reference_policy_is_loaded(name, run_main, monkeypatch):
 
 
 @pytest.mark.parametrize("name", PPO)
-def test_cost_of_the_kl_is_that_of_the_rewards_whatever_beta_has_become(
-    name, run_main, monkeypatch
-):
+def test_cost_of_the_kl_is_that_of_the_rewards_if_beta_changes_later(name, run_main, monkeypatch):
     """A fork may learn beta, and change it after the step's rewards."""
     script = importlib.import_module(name.removesuffix(".py"))
 
@@ -365,16 +363,9 @@ def test_cost_of_the_kl_is_that_of_the_rewards_whatever_beta_has_become(
     hooks.before(script, "batch_metrics", change_beta, monkeypatch.setattr)
     run = run_main(name)
     for batch, line in zip(run.batches, run.metrics, strict=True):
-        costs = -0.3 * (batch.logprobs - batch.ref_logprobs)
-        torch.testing.assert_close(batch.kl_rewards, costs)
-        scores = torch.zeros_like(costs)
-        scores[range(EPISODES), batch.lengths - 1] = batch.scores
-        torch.testing.assert_close(batch.rewards, costs + scores)
-        costs = costs.sum(1).mean().item()
-        assert line["objective/non_score_reward"] == pytest.approx(costs, rel=1e-4, abs=1e-7)
-        total = batch.scores.mean().item() + costs
-        assert line["objective/rlhf_reward"] == pytest.approx(total, rel=1e-4)
-    assert abs(costs) > 1e-3
+        cost = -0.3 * (batch.logprobs - batch.ref_logprobs).sum(1).mean().item()
+        assert line["objective/non_score_reward"] == pytest.approx(cost, rel=1e-4, abs=1e-7)
+    assert abs(cost) > 1e-3
 
 
 # --------------------------------------------------------------------------------------- schedules

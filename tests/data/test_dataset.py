@@ -152,6 +152,7 @@ def render(row, tmp_path, suffix):
 
 USER_SAYS = {"role": "user", "content": " 5= "}
 NULLS, SWITCH = {"name": None, "tool_calls": None}, {"enable_thinking": False}
+AS_JSON = {"tools": json.dumps([TOOL]), "chat_template_kwargs": json.dumps(SWITCH)}
 SWITCHED = f"{json.dumps([TOOL])}<user>5=<assistant><no thinking>"
 THOUGHT = {"role": "assistant", "content": "<think>so</think>b"}
 PAGE = {"role": "tool", "content": "a long page", "name": "web"}
@@ -161,12 +162,7 @@ RENDERED = [
     ([USER_SAYS], {}, "<user>5=<assistant>"),  # without the keys that Arrow adds
     ([USER_SAYS | NULLS], {}, "<user>5=<assistant>"),
     ([USER_SAYS], {"tools": [TOOL], "chat_template_kwargs": SWITCH}, SWITCHED),
-    # As JSON text, as TRL has it
-    (
-        [USER_SAYS],
-        {"tools": json.dumps([TOOL]), "chat_template_kwargs": json.dumps(SWITCH)},
-        SWITCHED,
-    ),
+    ([USER_SAYS], AS_JSON, SWITCHED),  # as TRL has them
     ([USER_SAYS], {"chat_template_kwargs": {"other": 2}}, "<user>5=<assistant>"),
     # An older answer may lose its thoughts, and so may a tool
     ([THOUGHT, USER_SAYS], {}, "<assistant>b<user>5=<assistant>"),
@@ -195,40 +191,23 @@ FOLDERS = [
     ("a.jsonl b/c.parquet d.jsonl", None, "train", "a.jsonl b/c.parquet d.jsonl"),
     ("a.jsonl b/c.parquet", "b", "train", "b/c.parquet"),
     ("a.jsonl b.csv .ipynb_checkpoints/a.jsonl", None, "test", "a.jsonl"),
-    ("train.jsonl test.jsonl", None, "train", "train.jsonl"),
-    (
-        "main/train-0.parquet main/train-1.parquet other/test-0.parquet",
-        None,
-        "test",
-        "other/test-0.parquet",
-    ),
-    (
-        "main/train-0.parquet main/train-1.parquet other/train-0.parquet",
-        "main",
-        "train",
-        "main/train-0.parquet main/train-1.parquet",
-    ),
-    ("test/x.jsonl train/x.jsonl", None, "train", "train/x.jsonl"),
-    ("gsm8k_train.jsonl gsm8k_test.jsonl", None, "test", "gsm8k_test.jsonl"),
-    ("validation.jsonl train.jsonl", None, "validation", "validation.jsonl"),
-    # It would be trained on what is held out, or evaluated on what is trained on
+    ("x/train.parquet x/test.parquet y/train.parquet", "x", "train", "x/train.parquet"),
+    ("test/x.jsonl train/0.jsonl train/1.jsonl", None, "train", "train/0.jsonl train/1.jsonl"),
+    ("validation.jsonl gsm8k_train.jsonl", None, "validation", "validation.jsonl"),
+    # Else a run would train on held-out rows, or be evaluated on what it trains on
     ("train.jsonl", None, "test", ""),
     ("test.jsonl more.jsonl", None, "train", ""),
-    ("train.jsonl", None, "train[:2]", ""),
 ]
 
 
 def test_rows_of_a_folder_are_those_of_its_files_by_the_split_in_their_names(tmp_path):
-    """`datasets` took the files of one split or one format, and passed over the others."""
+    """`datasets` would read the files of one split or one format, and ignore the others."""
     for number, (files, config, split, read) in enumerate(FOLDERS):
         folder, rows = tmp_path / str(number), {}
         for file in files.split():
-            (folder / file).parent.mkdir(parents=True, exist_ok=True)
-            # Columns of another form in each file
+            # The columns of each file have another form
             rows[file] = [{"prompt": file, "extra_info": {file: 1}}]
-            write_rows(folder / file, rows[file]) if file[-4:] != ".csv" else (
-                folder / file
-            ).touch()
+            write_rows(folder / file, rows[file])
         expected = [row for file in read.split() for row in rows[file]]
         assert script.load_rows(str(folder), config, split) == expected, files
 

@@ -12,16 +12,12 @@ from helpers import REPO
 import ppo_vllm_async
 from ppo_vllm_async import Args
 
-# {(data source, ground truth): responses that are right, and others}
+# {(data source, ground truth): correct responses, and incorrect ones}
 IN_THE_SCRIPTS = {
-    ("openai/gsm8k", "72"): (
-        ["9 * 8 = 72\n#### 72", "####72", "#### $72", "#### 72.", "#### 72.00", "#### 72 apples"],
-        ["#### 7.2", "#### 720", "72 is the answer #### 73", "first 72, then 62", "no number", ""],
-    ),
-    ("my_gsm8k", "72"): (["#### 70\nNo. #### 72", "first 10, so 72"], ["#### infinity"]),
-    ("openai/gsm8k", 72): (["The answer is 72."], []),
+    ("openai/gsm8k", "72"): (["9 * 8 = 72\n#### 72", "#### 72.00 apples"], ["no number"]),
+    ("my_gsm8k", "72"): (["#### 70\nNo. #### 72", "first 10, so 72"], ["first 72, then 62"]),
+    ("openai/gsm8k", 72): (["The answer is 72."], ["72 is the answer #### 73"]),
     ("openai/gsm8k", "1,000"): (["#### 1000", "#### 1,000"], []),
-    ("openai/gsm8k", "1000"): (["#### 1,000"], []),
     ("openai/gsm8k", "1234567.5"): (["#### $1,234,567.50."], []),
     ("openai/gsm8k", "-5"): (["#### -$5"], ["#### 5"]),
     ("openai/gsm8k", "0.5"): (["#### .5"], []),
@@ -44,84 +40,43 @@ ENDINGS = (
     ["First 2, then 1", "#### 12", "B", ""],
 )
 IN_GRADERS = {
-    (MATH, r"\frac12"): ([r"so it is \boxed{\frac{1}{2}}.", "The answer is 1/2"], []),
-    (MATH, r"\frac{1}{2}"): (["$0.5$"], []),
+    (MATH, r"\frac12"): ([r"so it is \boxed{\frac{1}{2}}.", "The answer is 1/2", "$0.5$"], []),
     (MATH, r"50\%"): ([r"\boxed{0.5}", r"\boxed{50}"], [r"\boxed{5}"]),
     (MATH, "5"): ([r"$\boxed{5}$. So the final answer is 6."], []),
     (MATH, "6"): ([], [r"$\boxed{5}$. So the final answer is 6."]),
     (MATH, "10"): ([r"\boxed{9}, no: \boxed{10}"], [r"\boxed{10}, no: \boxed{9}"]),
-    (MATH, "x^2+1"): ([r"\boxed{1+x^2}"], []),
-    (MATH, "[2,5)"): ([r"\boxed{[2,5)}"], [r"\boxed{(2,5]}"]),
-    (MATH, r"\text{Evelyn}"): ([r"\boxed{\text{Evelyn}}"], []),
     (MATH, "3"): ([], ["I do not know", r"\boxed{", r"\boxed{-3}"]),
     (HELLASWAG, "2"): ENDINGS,
     (HELLASWAG, 2): ENDINGS,
     ("gsm8k", "9"): (["<think>#### 8</think>9"], ["<think>9", "<think>9</think>"]),
     (HELLASWAG, "3"): (["Ending 1 is absurd. #### 3. Not 1"], []),
-    (HELLASWAG, "0"): ([], ["A man walks in and sits down."]),  # an article is no letter
+    (HELLASWAG, "0"): ([], ["A man walks in and sits down."]),  # "A" is an article
 }
-# {what the last box should hold: other ways to write it, and other answers}
+# What the box of a correct answer can hold, and that of an incorrect one. math-verify, which is
+# pinned, compares them; each row is a kind of answer
 BOXES = {
-    r"\frac12": (["0.5", "1/2", r"\tfrac12", r"\frac{2}{4}", "2^{-1}"], ["2", r"-\frac12", "0.05"]),
-    r"\sqrt{8}": ([r"2\sqrt2", "8^{1/2}"], [r"2\sqrt{3}", "4"]),
-    r"\frac{\sqrt{3}}{3}": ([r"\frac{1}{\sqrt{3}}"], [r"\sqrt{3}", r"\frac{1}{3}"]),
-    r"\frac{7}{3}": ([r"2\frac{1}{3}", "7/3"], [r"\frac{3}{7}", "2.3", r"2\frac{2}{3}"]),
-    r"\frac{\pi}{4}": ([r"\pi/4", r"0.25\pi"], [r"\frac{\pi}{2}", r"4\pi", r"\frac14"]),
-    "0.333": (["0.3330"], [r"\frac13", "0.3"]),
-    "1,000": (["1000", "10^3", "1{,}000"], ["1", "100", "10000"]),
-    "-7": (["- 7", "\u22127"], ["7", "-70", r"-\frac17"]),
-    "9007199254740993": (["9,007,199,254,740,993"], ["9007199254740992"]),  # no float
-    "2^{100}": (["1267650600228229401496703205376"], ["1267650600228229401496703205375"]),
-    "6!": (["720"], ["719", "6"]),
-    r"\binom{5}{2}": (["10"], ["20"]),
-    "x^2+2x+1": (["(x+1)^2", "1+2x+x^2"], ["x^2+2x", "(x-1)^2"]),
-    "a+b": (["b+a"], ["a-b", "ab"]),
     "|x|": ([r"\left|x\right|"], ["x"]),
-    "e^{2}": ([r"e \cdot e"], ["2e", "e^3"]),
-    r"\sin x": ([r"\sin(x)"], [r"\cos x"]),
-    "2+3i": (["3i+2"], ["2-3i", "3+2i", "5"]),
-    "x=3": (["3"], ["x=4", "4"]),
-    "y=2x+1": (["2x+1", "y = 1 + 2x"], ["y=2x-1", "y=x+1"]),
-    "(1,2)": ([r"\left(1, 2\right)"], ["(2,1)", "(1,2,3)"]),
-    "[2,5)": ([r"\left[2,5\right)"], ["(2,5)", "[2,5]", "(2,5]"]),
-    r"(-\infty,3)": ([r"(-\infty, 3)"], [r"(-\infty,3]", "x>3"]),
-    r"\{1,2,3\}": ([r"\{3,2,1\}", "1,2,3"], [r"\{1,2\}", r"\{1,2,4\}"]),
-    "1,2": (["2,1", r"1 \text{ and } 2"], ["1", "1,3"]),
-    r"50\%": (["0.5", "50"], ["5", r"0.05\%"]),
-    r"90^\circ": (["90", r"90^{\circ}"], ["9", r"45^\circ"]),
-    r"5\text{ cm}": (["5", r"5\mathrm{cm}"], ["50", r"6\text{ cm}"]),
-    r"\$18.90": (["18.90", "18.9"], ["18", "189", r"\$18.09"]),
-    r"\text{(A)}": (["A"], [r"\text{(B)}", "B"]),
-    r"\begin{pmatrix}1&2\\3&4\end{pmatrix}": (
-        [r"\begin{bmatrix} 1 & 2 \\ 3 & 4 \end{bmatrix}"],
-        [r"\begin{pmatrix}1&2\\3&5\end{pmatrix}", r"\begin{pmatrix}1&3\\2&4\end{pmatrix}"],
-    ),
+    "9007199254740993": (["9,007,199,254,740,993"], ["9007199254740992"]),  # not a float
+    "x^2+2x+1": (["(x+1)^2"], ["x^2+2x"]),
+    "y=2x+1": (["2x+1", "y = 1 + 2x"], ["y=2x-1"]),
+    "[2,5)": ([r"\left[2,5\right)"], ["(2,5)", "[2,5]"]),
+    r"\{1,2,3\}": ([r"\{3,2,1\}", "1,2,3"], [r"\{1,2,4\}"]),
+    "(1,2)": ([r"\left(1, 2\right)"], ["(2,1)"]),
+    r"90^\circ": (["90", r"90^{\circ}"], ["9"]),
+    r"5\text{ cm}": (["5", r"5\mathrm{cm}"], ["50"]),
+    r"\$18.90": (["18.9"], ["18", r"\$18.09"]),
 }
 IN_BOXES = {
     (MATH, truth): tuple([rf"So it is $\boxed{{{one}}}$." for one in ones] for ones in answers)
     for truth, answers in BOXES.items()
 }
+# Forms in which an answer counts, and forms in which it does not
 WITH = [r"\fbox{%s}", r"\framebox {%s}", r"\boxed {%s} so \boxed{}", r"\boxed{%s} \fbox{\text{ }}"]
-WITH += [
-    r"\boxed{%s}$\boxed{\ldots}$",
-    r"<think>\boxed{0}</think>\boxed{%s}",
-    r"\boxed{%s}<think>9",
-]
-UNDECIDED = [
-    r"<think>\boxed{%s}",
-    r"<think>0</think>\boxed{0}<think>\boxed{%s}",
-    r"\boxed{%s}</think>",
-]
+WITH += [r"\boxed{%s}$\boxed{\ldots}$", r"<think>\boxed{0}</think>\boxed{%s}<think>9"]
+UNDECIDED = [r"<think>\boxed{%s}", r"\boxed{%s}</think>"]
 FORMS = {
-    truth: (
-        [form % right for form in WITH],
-        [form % right for form in UNDECIDED] + [WITH[0] % wrong],
-    )
-    for truth, right, wrong in [
-        ("4", "4", "5"),
-        (r"\frac{1}{2}", "0.5", "0.6"),
-        ("1,2", "2,1", "2"),
-    ]
+    truth: ([form % right for form in WITH], [form % right for form in UNDECIDED])
+    for truth, right in (("4", "4"), ("1,2", "2,1"))
 }
 CHOICES = ["C. 5", r"\text{(C) } 5", r"\textbf{(C)}\ 5", "C: a cat", r"\mathrm{C}", "(C) I am"]
 OTHERS = ["A. 5", "C. or D.", r"\text{(A) or (C)}", "C - 5", "D) C", "Cat. 5"]

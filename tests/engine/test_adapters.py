@@ -14,7 +14,6 @@ import fork
 import pytest
 import torch
 from helpers import LORA, hooks, loops, rollouts
-from helpers.processes import CPU
 from helpers.real_vllm import MAX_LENGTH, PROMPTS, differences, vllm_args
 from helpers.rollouts import make_noise
 from peft import PeftModel
@@ -243,7 +242,7 @@ def test_engine_loads_the_checkpoint_by_our_config(saved_model, monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def system(engines, tmp_path_factory):
+def system(tmp_path_factory):
     """A policy with an adapter and an engine; its config says that the head is tied, wrongly."""
     folder = tmp_path_factory.mktemp("base")
     rollouts.tiny_language_model(**SIZES).save_pretrained(folder)
@@ -298,19 +297,3 @@ def test_sampler_has_the_adapter_of_each_version_and_the_guard_knows_others(syst
     monkeypatch.setattr(system.vllm, "args", replace(system.args, lora_alpha=10))
     with pytest.raises(RuntimeError, match=LOST):
         script.check_adapter(*check)
-
-
-@pytest.mark.slow
-def test_ranks_and_their_engine_have_one_policy(run_script, lora_forks, tmp_path):
-    """FSDP2 with adapters and vLLM itself; the engine is the first rank's."""
-    options = {"lora_rank": 4, "learning_rate": 1e-2, "lr_scheduler_type": "constant", "beta": 0.1}
-    options |= dict.fromkeys(("local_rollout_batch_size", "local_mini_batch_size"), 8)
-    options |= {"total_episodes": 96, "vllm_gpus": 2, "async_mode": False, "save_batches": True}
-    env = CPU | {"FSDP2": "1"}
-    run = run_script(lora_forks["grpo_lora.py"].__file__, tmp_path, ranks=2, env=env, **options)
-    assert run.returncode == 0, run.output
-    assert run.stdout.count("Folders of vLLM") == 1
-    assert max(line["mismatch/logprob_diff_max"] for line in run.metrics) < 1e-4
-    assert abs(run.metrics[2]["objective/kl"]) > 1e-3  # it has moved
-    names = load_file(run.run_dir / "model" / "model.safetensors").keys()
-    assert not any("lora" in name for name in names)

@@ -1,7 +1,7 @@
 """Class VLLM and what it samples: its process, its settings, its weights on the CPU.
 
-The real vLLM is started with an untied head, with a tied one, and with two workers (tensor
-parallel). Weights by CUDA's ways are in test_weight_sync.py.
+Most tests share one real vLLM. One test needs two workers (tensor parallel), and one a head in
+float32. Weights by CUDA's ways are in test_weight_sync.py.
 """
 
 import copy
@@ -156,12 +156,10 @@ def running_vllm(tied=False, **options):
     assert not os.path.exists(vllm.folder)
 
 
-HEADS = [pytest.param(head, marks=pytest.mark.slow) for head in ("untied", "tied")]
-
-
-@pytest.fixture(scope="module", params=HEADS)
-def running(request, engines):
-    with running_vllm(tied=request.param == "tied") as system:
+@pytest.fixture(scope="module")
+def running():
+    """An engine whose head is tied. That of test_runs.py is not."""
+    with running_vllm(tied=True) as system:
         assert differences(system).mean() > 0.1  # a tensor that is never sent must show
         system.weights = copy.deepcopy(system.model.state_dict())
         yield system
@@ -222,6 +220,7 @@ def test_hybrid_has_a_prefix_cache_where_its_prefill_is_chunked(
     assert started.get("enable_prefix_caching") == has_cache
 
 
+@pytest.mark.slow
 def test_vllm_has_an_environment_and_a_folder_of_its_own(system):
     def of_vllm(name):
         return system.vllm.submit(os.getenv, name).result()
@@ -240,6 +239,7 @@ def test_vllm_has_an_environment_and_a_folder_of_its_own(system):
 # ----------------------------------------------------------------------------------------- weights
 
 
+@pytest.mark.slow
 def test_sampler_has_the_weights_that_were_synced_and_no_prefixes_of_old_ones(system, monkeypatch):
     assert differences(system).max() < 1e-4
     for version in (1, 2):
@@ -276,6 +276,7 @@ def errors_of_draws(policy, batch):
     return (sums.mean() / sums.std() * len(sums) ** 0.5).item()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.5])
 def test_temperature_is_on_both_sides_and_tokens_are_drawn_by_the_policy(system, temperature):
     responses = sample(system.vllm, PROMPTS * 32, temperature=temperature)
@@ -289,6 +290,7 @@ def test_temperature_is_on_both_sides_and_tokens_are_drawn_by_the_policy(system,
     assert errors_of_draws(policy, batch) < -9
 
 
+@pytest.mark.slow
 def test_response_is_a_function_of_its_prompt_and_its_seed(system):
     prompts = [PROMPTS[2]] * 8 + [PROMPTS[3]] * 8
     first = sample(system.vllm, prompts, temperature=2.0)
@@ -310,6 +312,7 @@ def test_response_is_a_function_of_its_prompt_and_its_seed(system):
         assert one.logprobs == pytest.approx(first[i].logprobs, rel=0, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_responses_are_cut_at_a_stop_token_and_nowhere_else(system, monkeypatch):
     stops = (5, 7)
     monkeypatch.setattr(system.vllm, "args", replace(system.args, stop_token_ids=stops))
@@ -325,6 +328,7 @@ def test_responses_are_cut_at_a_stop_token_and_nowhere_else(system, monkeypatch)
     assert any(STOP in response.token_ids[:-1] for response in responses)  # the model's own
 
 
+@pytest.mark.slow
 def test_many_prompt_tokens_at_once_do_not_kill_the_engine(system):
     # Prefilled in two parts, a request with a seed ended vLLM 0.32 on the CPU: "CPU Generator does
     # not use offset". Last of its engine, which is dead then
@@ -360,7 +364,7 @@ def test_two_workers_have_the_weights_and_the_death_of_one_is_noticed(monkeypatc
 
 
 @pytest.mark.slow
-def test_head_in_float32_is_what_the_learner_has(engines, monkeypatch):
+def test_head_in_float32_is_what_the_learner_has(monkeypatch):
     """In bfloat16 logits of 4 to 8 are 0.03 apart. On GPUs it is on: forced here on a CPU.
 
     The model's layers add nothing, and its hidden states are 1 and -1: the head alone rounds.

@@ -1,13 +1,14 @@
 """Models that ranks share, by FSDP2: what comes of them is what one process makes of copies.
 
 Two ranks on the CPU, by gloo. helpers/compute_on_ranks.py computes on one process, by DDP and by
-FSDP2, and has main() run with a stub of vLLM. With vLLM itself FSDP2 is in test_adapters.py, and
-with a fault in test_ends.py.
+FSDP2, and has main() run with a stub of vLLM. A fault under FSDP2 is in test_ends.py.
 """
 
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections import Counter
 from types import SimpleNamespace
 
@@ -19,7 +20,7 @@ from accelerate.utils.launch import prepare_multi_gpu_env
 from helpers import ASYNC, GRPO, LORA, REPO, fsdp2, loops, rollouts
 from helpers.compute_on_ranks import step_and_save
 from helpers.files import read_json_lines
-from helpers.processes import CPU, environment
+from helpers.processes import CPU, TWO_RANKS, environment
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -125,7 +126,7 @@ def options_of(assets, few_prompts, reward_model, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def together(accelerator, options_of, zygote, tmp_path_factory):
+def together(accelerator, options_of, tmp_path_factory):
     """What one process ("one") and two ranks ("ddp", "fsdp2") found: compute_on_ranks.py.
 
     In folder are their runs, see run_of: of three steps in float64.
@@ -139,8 +140,10 @@ def together(accelerator, options_of, zygote, tmp_path_factory):
         ranks = 1 if how == "one" else 2
         runs = [(name, options_of(name, ranks, folder / f"{how} {name}")) for name in NAMES]
         (folder / f"{how}.json").write_text(json.dumps(runs, default=str))
-        process = zygote.start([str(PROGRAM), str(folder), how], environment(CPU), folder, ranks)
-        assert process.wait(900) == 0, (folder / "stderr").read_text()[-5000:]
+        launcher = TWO_RANKS if ranks == 2 else ()
+        command = [sys.executable, *launcher, str(PROGRAM), str(folder), how]
+        run = subprocess.run(command, env=environment(CPU), capture_output=True, text=True)
+        assert run.returncode == 0, run.stderr[-5000:]
         setattr(found, how, torch.load(folder / f"{how}.pt", weights_only=False))
     found.folder = folder
     return found

@@ -210,23 +210,6 @@ def test_baseline_of_rloo_is_the_mean_of_the_others(run_fork):
     torch.testing.assert_close(found, (scores - baseline).flatten())
 
 
-@pytest.mark.parametrize("heading", ["Leave one out", "The reward"])
-def test_change_that_the_deviation_takes_out_says_how_it_is_launched(heading, write_fork):
-    """It would do nothing, without a word."""
-    module = importlib.import_module(write_fork(heading, GRPO[0]))
-    has_score, scores = torch.ones(8), torch.tensor([1.0, 0, 0, 0, 1, 1, 0, 0])
-    lengths = torch.tensor([7.0, 2, 3, 4, 5, 6, 7, 8])
-    is_same = {}
-    for how in ("standard", "centered"):
-        if heading == "Leave one out":
-            of = [each.group_advantages(scores, has_score, 4, how) for each in (module, grpo)]
-        else:  # a group that is all correct, with two penalties for a token
-            of = [grpo.group_advantages(1 - x * lengths, has_score, 4, how) for x in (0.1, 0.01)]
-        is_same[how] = torch.allclose(*of, atol=0.01)
-    assert is_same == {"standard": True, "centered": False}
-    assert "--advantage_normalization centered" in SECTIONS[heading]
-
-
 def test_response_scores_the_share_of_its_group_that_it_beats(run_fork):
     """Not of the next group; a tie counts a half, and a reward that failed nothing."""
     seen = run_fork("Rewards that see the group", score=lambda *_: 7.0, non_stop_penalty=False)

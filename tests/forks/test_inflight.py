@@ -47,7 +47,7 @@ def args_of(module, **changes):
 
 
 @pytest.fixture(scope="module")
-def engine(module, engines):
+def engine(module):
     """An engine of the fork, and the policy whose weights it gets."""
     args = args_of(module)
     model = tiny_model()

@@ -32,7 +32,7 @@ STOP = 1  # the debug model's end token
 
 
 def sample_digits(seed, args):
-    """Token ids of a response, of which one in four has no end."""
+    """Return the token ids of a response. One in four has no end."""
     generator = torch.Generator().manual_seed(seed)
     size = int(torch.randint(1, args.response_length, (1,), generator=generator))
     digits = torch.randint(5, 15, (args.response_length,), generator=generator)
@@ -42,9 +42,9 @@ def sample_digits(seed, args):
 
 
 def report_logprobs(policy, input_ids, mask, seed, is_old):
-    """What a stub says that it sampled with, a row of numbers for each response.
+    """Return the log-probabilities that a stub reports, a row of numbers for each response.
 
-    It is a little off; of an older policy's batches, which need not agree, it is far off.
+    They are slightly wrong. Those of an older policy's batches, which need not agree, are far off.
     """
     with torch.no_grad():
         logprobs, _ = policy(input_ids, mask)
@@ -54,7 +54,7 @@ def report_logprobs(policy, input_ids, mask, seed, is_old):
 
 
 def make_stub(script):
-    """A class for script.VLLM that samples digits with the weights that it was given last."""
+    """Return a class for script.VLLM that samples digits with the weights that it got last."""
 
     class StubVLLM:
         made = []  # noqa: RUF012
@@ -99,7 +99,7 @@ def make_stub(script):
             ]
 
         def submit(self, function, prompts, seeds, temperature, version, args):
-            """Of check_adapter, which asks each engine for itself."""
+            """Answer check_adapter, which asks each engine separately."""
             assert function is script.sample_responses and version == self.policy_version == -1
             responses = self.sample(prompts, list(seeds), temperature)
             return SimpleNamespace(result=lambda: responses)
@@ -108,9 +108,9 @@ def make_stub(script):
 
 
 def catch_thread(script, put):
-    """Has an error in the thread of an async script raised by main(); returns what ends the thread.
+    """Make main() raise an error in the thread of an async script. Return what ends the thread.
 
-    Without this it would end the process, and with it the tests.
+    Without this, an error would end the process of the tests.
     """
     of_thread = SimpleNamespace()
 
@@ -139,7 +139,7 @@ def catch_thread(script, put):
 
 
 def reward_in_this_process(script, score, put):
-    """Has --reward_fn call score(data_source, response, ground_truth), without workers."""
+    """Make --reward_fn call score(data_source, response, ground_truth), without workers."""
 
     def reward_fn(data_source, response, ground_truth, extra_info):
         return score(data_source, response, ground_truth)

@@ -1,10 +1,11 @@
-"""The processes that tests start: how they begin, what they leave behind, how they end."""
+"""The processes that tests start: how they begin, how they end, and what is left of them."""
 
 import contextlib
 import os
 import re
 import subprocess
 import time
+import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,9 +53,10 @@ def flags_of(options):
 
 
 def environment(extra=None):
-    """A user's, without launcher or login of the one who tests; but with one thread a process.
+    """Return a user's environment, without the launcher and the login of whoever runs the tests.
 
-    More would wait for each other, where two files are tested at a time.
+    A process gets one thread, because more would wait for each other when two files are tested at
+    the same time.
     """
     hidden = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "WANDB_MODE", "WANDB_API_KEY")
     return (
@@ -65,7 +67,7 @@ def environment(extra=None):
 
 
 def wait_until(condition, what, seconds=120):
-    """So long that a slow machine is no reason to fail; what passes does not wait for it."""
+    """Wait for a condition. The limit is long, because a slow machine is not a failure."""
     deadline = time.monotonic() + seconds
     while not (result := condition()):
         assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
@@ -83,14 +85,29 @@ def alive(processes):
     return [process for process in processes if lives(process)]
 
 
+def new_mark():
+    """Return a variable of the environment that marks a process and everything that it starts."""
+    return {"TANDEM_TEST": uuid.uuid4().hex}
+
+
+def processes_with(mark):
+    """Return the processes that have a mark."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get("TANDEM_TEST") == mark["TANDEM_TEST"]:
+                found.append(process)
+    return found
+
+
 def folders_of_vllm(stdout):
-    """Those that saving_batches.watched has named; none before vLLM was started."""
+    """Return the folders that saving_batches.watched has named (none before vLLM was started)."""
     line = re.search(r"^Folders of vLLM: (.*)$", stdout, re.MULTILINE)
     return [Path(folder) for folder in line[1].split()] if line else []
 
 
 def end(process):
-    """Ends a process that a test started, and all that it started."""
+    """End a process that a test started, and everything that it started."""
     children = []
     with contextlib.suppress(psutil.Error):
         children = psutil.Process(process.pid).children(recursive=True)

@@ -1,6 +1,5 @@
 """Tiny models and a made-up batch of unequal lengths."""
 
-import contextlib
 import random
 import sys
 from collections import defaultdict
@@ -11,7 +10,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from torch.utils._pytree import tree_map_only
 from transformers import (
     AutoModelForCausalLM,
     Qwen2Config,
@@ -52,16 +50,12 @@ def tiny_language_model(seed=0, **changes):
 
 
 def tiny_classifier(seed, **changes):
-    """One label, as reward and value models have."""
+    """Return a model with one label, like reward models and value models."""
     torch.manual_seed(seed)
     return Qwen2ForSequenceClassification(Qwen2Config(**CONFIG | {"num_labels": 1} | changes))
 
 
-TINY = {
-    "dtype": "float32",
-    "per_device_train_batch_size": 8,
-    "temperature": 0.8,
-}
+TINY = {"dtype": "float32", "per_device_train_batch_size": 8, "temperature": 0.8}
 
 
 def tiny_args(**changes):
@@ -94,7 +88,7 @@ def tiny_reward_model(seed=1):
 
 
 def make_rollout():
-    """A batch as main() builds it; no model gave its log-probabilities: ratios clip."""
+    """Return a batch as main() builds it, with log-probabilities far from any model's."""
     generator = torch.Generator().manual_seed(2)
 
     def ids(count):
@@ -124,7 +118,7 @@ def make_rollout():
 
 
 def grpo_rollout(policy, distance):
-    """One of GRPO's near a policy, with one advantage a response."""
+    """Return a batch of GRPO near a policy, with one advantage per response."""
     batch = near_policy(make_rollout(), policy, distance)
     generator = torch.Generator().manual_seed(5)
     advantages = torch.randn(8, 1, dtype=torch.float64, generator=generator) * batch.mask
@@ -133,22 +127,23 @@ def grpo_rollout(policy, distance):
 
 
 def noise_of_tokens(mask, generator):
-    """A standard normal number for each token of the responses, and 0 elsewhere."""
+    """Return a standard normal number for each token of the responses, and 0 elsewhere."""
     values = torch.randn(len(SIZES), 12, generator=generator, dtype=torch.float64)
     counts = torch.tensor([response for _, response in SIZES])
     return script.to_rows(values[torch.arange(12) < counts[:, None]], mask)
 
 
 def in_float32(batch):
-    """A copy, whose tensors are of the dtype of a real run."""
+    """Return a copy whose tensors have the dtype of a real run."""
     tensors = {name: value for name, value in vars(batch).items() if name not in INTEGERS}
     return replace(batch, **{n: value.float() for n, value in tensors.items() if value is not None})
 
 
 def near_policy(batch, policy, distance, temperature=0.8):
-    """A copy whose old policy is this one, but for noise; sampler and reference are as far as ever.
+    """Return a copy whose old policy is this policy plus noise.
 
-    At distance 0 it is this one; at 0.4 some ratios are clipped and others are not.
+    The sampler and the reference policy keep their distance to it. At distance 0 the old policy is
+    this one. At distance 0.4 some ratios are clipped and others are not.
     """
     generator = torch.Generator().manual_seed(6)
     sequences = zip(*sequences_of(vars(batch)), strict=True)
@@ -164,33 +159,8 @@ def near_policy(batch, policy, distance, temperature=0.8):
     )
 
 
-@contextlib.contextmanager
-def spoiled_padding(models):
-    """What a PolicyModel or a ValueModel says of no token of a response is far from all else.
-
-    And what rows are padded with is another token.
-    """
-
-    def spoil_inputs(model, given):
-        input_ids, mask = given
-        until_the_end = mask.flip(1).cummax(1).values.flip(1).bool()
-        return input_ids.where(until_the_end, 7), mask
-
-    def spoil_outputs(model, given, outputs):
-        inside = given[1].bool()
-        # exp() of some of these is infinite, and infinity times a mask of 0 is not 0
-        rubbish = torch.tensor([1e3, -1e3]).repeat(inside.shape[1])[: inside.shape[1]]
-        return tree_map_only(torch.Tensor, lambda output: output.where(inside, rubbish), outputs)
-
-    with contextlib.ExitStack() as stack:
-        for model in models:
-            stack.callback(model.register_forward_pre_hook(spoil_inputs).remove)
-            stack.callback(model.register_forward_hook(spoil_outputs).remove)
-        yield
-
-
 def one_of_ranks(rank, world_size):
-    """An accelerator of a rank that meets no others: what it would add up is its own share."""
+    """Return the accelerator of a rank without the others, whose sums are its own part."""
     return SimpleNamespace(
         process_index=rank,
         num_processes=world_size,
@@ -200,9 +170,9 @@ def one_of_ranks(rank, world_size):
 
 
 def gradients(accelerator, models, batch, args, mini_batch=range(8)):
-    """One vector of all gradients of one optimizer batch, and the sums over its tokens.
+    """Return one vector of all gradients of a mini-batch, and the sums over its tokens.
 
-    models: of the policy and PPO's value model those that train.
+    models: those of the policy and PPO's value model that are trained.
     """
     for model in models:
         model.zero_grad()
@@ -214,18 +184,18 @@ def gradients(accelerator, models, batch, args, mini_batch=range(8)):
     script.accumulate_gradients(accelerator, pairs, batch, rows, divisor, sums, args)
     parameters = [p for model in models for p in model.parameters() if p.grad is not None]
     vector = torch.cat([p.grad.flatten() for p in parameters])
-    del sums["val/update_tokens"]  # ranks may need rows besides
+    del sums["val/update_tokens"]  # ranks can need more rows
     return vector, {name: value.item() for name, value in sums.items()}
 
 
 def losses_of(script, model):
-    """The function that computes a model's losses in main()."""
+    """Return the function that computes a model's losses in main()."""
     is_policy = type(model).__name__ == "PolicyModel"
     return script.token_losses if is_policy else script.value_losses
 
 
 def check_any_cut(models, batch, args, expected, expected_sums, ways=8):
-    """What gradients() gives is this, in any order of the rows, of any sizes, on any ranks."""
+    """Check that gradients() returns this for any order of rows, any sizes and any ranks."""
     draw = random.Random(7)
     for _ in range(ways):
         sizes = {"per_device_train_batch_size": draw.randint(0, 8)}
@@ -243,9 +213,9 @@ def check_any_cut(models, batch, args, expected, expected_sums, ways=8):
 
 
 def groups_of_equals():
-    """32 groups of four responses, of which those of a group are the same token ids.
+    """Return 32 groups of four responses. Those of a group have the same token ids.
 
-    One prompt has two groups, and one response comes after two prompts.
+    One prompt has two groups, and one response follows two prompts.
     """
     generator = torch.Generator().manual_seed(4)
 
@@ -265,20 +235,20 @@ def prompt_of(token_ids):
 
 
 def response_of(prompt, token_ids, logprobs=None, stopped=True, **rest):
-    """A Response, whose numbers are arrays as vLLM's process makes them."""
+    """Return a Response, whose numbers are arrays as vLLM's process makes them."""
     logprobs = [0.0] * len(token_ids) if logprobs is None else logprobs
     token_ids, logprobs = np.array(token_ids, np.int32), np.array(logprobs, np.float32)
     return script.Response(prompt, token_ids, logprobs, stopped, **rest)
 
 
 def collate_pairs(pairs):
-    """What collate() makes of prompts and responses: (input_ids, mask, lengths)."""
+    """Return what collate() makes of prompts and responses: (input_ids, mask, lengths)."""
     batch = script.collate([response_of(prompt_of([*ids]), more) for ids, more in pairs], "cpu")
     return batch.input_ids, batch.mask, batch.lengths
 
 
 def plain(responses):
-    """Responses in a form that == can compare to the bit, as it cannot compare arrays."""
+    """Return responses as dicts that == compares to the bit, which it cannot do with arrays."""
     return [
         {
             name: (str(value.dtype), value.tolist()) if isinstance(value, np.ndarray) else value
@@ -289,7 +259,7 @@ def plain(responses):
 
 
 def make_noise(model, seed):
-    """An adapter that changes much."""
+    """Give a model an adapter that changes much."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:

@@ -1,7 +1,7 @@
-"""Runs a script into a fault: run_with_fault.py SCRIPT FAULT [its flags].
+"""Run a script into a fault: run_with_fault.py SCRIPT FAULT [flags of the script].
 
-FAULT is one of FAULTS. It befalls rank FAULT_RANK, 0 if that is not set, in the second step. Before
-it does, its time and the semaphores that must not be left behind are printed.
+FAULT is one of FAULTS. It happens in the second step, on rank FAULT_RANK (rank 0 if that is not
+set). Before it happens, its time and the semaphores that must not be left behind are printed.
 """
 
 import itertools
@@ -31,18 +31,14 @@ def note_semaphores(make_name=SemLock._make_name):
     SemLock._make_name = staticmethod(make)
 
 
-def tell():
-    print(f"Fault at {time.monotonic()} with", *semaphores, flush=True)
-
-
 def at_call(number, do):
-    """A function that does this at one of its calls, on the rank that the fault is for."""
+    """Return a function that does this at one of its calls, on the rank of the fault."""
     count = itertools.count(1)
     is_chosen = os.environ.get("RANK", "0") == os.environ.get("FAULT_RANK", "0")
 
     def maybe(*args):
         if next(count) == number and is_chosen:
-            tell()
+            print(f"Fault at {time.monotonic()} with", *semaphores, flush=True)
             do(*args)
 
     return maybe
@@ -107,15 +103,6 @@ def kill_idle_vllm(script):
     in_update(kill, script)
 
 
-def lose_a_tensor(script):
-    def drop_head(given):
-        given["weights"] = [each for each in given["weights"] if each[0] != "lm_head.weight"]
-
-    before(script.VLLM, "sync_weights", drop_head)
-    # The first batches are on-policy, and the check is made before an update
-    before(script, "check_sampler", lambda given: tell())
-
-
 def raise_without_output(_):
     """As where a pipe was closed, or a disk is full: what was printed cannot be written."""
     sys.stdout = open("/dev/full", "w")  # noqa: SIM115
@@ -162,20 +149,13 @@ def terminate(script):
     in_update(kill_self(signal.SIGTERM), script)
 
 
-def kill_in_checkpoint(script):
-    """Models are written, the rest is not."""
-    before(script.shutil, "copy", at_call(3, kill_self(signal.SIGKILL)))
-
-
 FAULTS = {
     "vllm killed at work": kill_vllm_at_work,
     "vllm killed while idle": kill_idle_vllm,
     "vllm raises in generation": burn_instead,
-    "vllm lacks a tensor": lose_a_tensor,
     "generation raises, stdout is full": raise_in_generation,
     "update raises": partial(in_update, raise_error),
     "gradient is not finite": spoil_gradients,
-    "killed in a checkpoint": kill_in_checkpoint,
     "SIGKILL": partial(in_update, kill_self(signal.SIGKILL)),
     "SIGTERM": terminate,
     "SIGINT to the group": interrupt_group,

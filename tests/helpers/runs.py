@@ -1,15 +1,15 @@
-"""What is in the folder of a run, and how it is looked at."""
+"""The contents of a run's folder, and comparisons of runs."""
 
 import operator
 
 import torch
 
-# One optimizer update a step, of rows of unequal length: old and new policy are the same in it, and
-# metrics of the update can be recomputed from the batch alone.
+# A step has one optimizer update, of rows of unequal length. The old and the new policy are the
+# same in it, so its metrics can be recomputed from the batch
 VLLM_OPTIONS = {
     "total_episodes": 128,
     "temperature": 1.5,
-    "response_length": 6,  # a right answer with its end: others are cut
+    "response_length": 6,  # a correct answer with its end; longer ones are truncated
     "beta": 0.1,
     "gamma": 0.97,
     "lam": 0.9,
@@ -21,17 +21,17 @@ VLLM_OPTIONS = {
     "num_evals": 2,
     "save_batches": True,
 }
-# What a clock or a meter says: no two runs agree on it
+# Metrics of a clock or a meter, which differ between any two runs
 OF_A_CLOCK = ("time/", "perf/episodes", "perf/response", "perf/memory")
 
 
 def without_clock(line):
-    """The metrics of a step that the same run gives again, to the last bit."""
+    """Return the metrics of a step that are the same to the last bit if the run is repeated."""
     return {name: value for name, value in line.items() if not name.startswith(OF_A_CLOCK)}
 
 
 def differences(one, other):
-    """Names of the fields in which two batches, as dicts, are not the same to the last bit."""
+    """Return the names of the fields in which two batches (dicts) differ, if only in a bit."""
     names = []
     for name, value in one.items():
         equal = torch.equal if isinstance(value, torch.Tensor) else operator.eq
@@ -41,7 +41,7 @@ def differences(one, other):
 
 
 def sequences_of(batch):
-    """The prompt and the response of each row of a batch, a dict: lists of token ids."""
+    """Return the (prompt, response) of each row of a batch (a dict) as lists of token ids."""
     sequences = []
     for ids, mask, length in zip(batch["input_ids"], batch["mask"], batch["lengths"], strict=True):
         assert mask[: mask.argmax()].sum() == mask[length:].sum() == 0
@@ -51,14 +51,14 @@ def sequences_of(batch):
 
 
 def batch_of(run, step):
-    """The batch of a step of a run with save_batches: as with_lists has it."""
+    """Return the batch of a step of a run with save_batches, as with_lists returns it."""
     return with_lists(torch.load(run.run_dir / "batches" / f"{step}.pt"))
 
 
 def with_lists(batch):
-    """The fields of a Batch, as a dict.
+    """Return the fields of a Batch as a dict, with its sequences as lists of token ids.
 
-    It has sequences besides, and their two halves: prompt_ids and responses, lists of token ids.
+    These are added as `sequences`, and their two halves as `prompt_ids` and `responses`.
     """
     sequences = sequences_of(batch)
     prompt_ids, responses = map(list, zip(*sequences, strict=True))
@@ -66,12 +66,12 @@ def with_lists(batch):
 
 
 def weights_of_versions(run):
-    """{version: the policy's weights that vLLM was sent as this version}"""
+    """Return {version: the policy's weights that vLLM got as this version}."""
     return {int(path.stem): torch.load(path) for path in run.run_dir.glob("versions/*.pt")}
 
 
 def check_equal_to_the_bit(one, other, steps=()):
-    """Two runs, and the batches of these steps."""
+    """Check that two runs, and their batches of these steps, are the same to the last bit."""
     assert [without_clock(line) for line in one.metrics] == [
         without_clock(line) for line in other.metrics
     ]
@@ -82,12 +82,12 @@ def check_equal_to_the_bit(one, other, steps=()):
 
 
 def response_tokens(mask, tensor):
-    """A per-token tensor as a list of the tokens of each response, in float64."""
+    """Return a per-token tensor as a list with the tokens of each response, in float64."""
     return [row[inside].double() for row, inside in zip(tensor, mask.bool(), strict=True)]
 
 
 def flat_tokens(batch):
-    """Per-token tensors of a batch without what is outside responses, (tokens,), in float64."""
+    """Return per-token tensors of a batch, (tokens,) and in float64, of responses only."""
     inside = batch["mask"].bool()
     return {
         name: value[inside].double()

@@ -1,7 +1,6 @@
-"""python saving_batches.py SCRIPT ...: a script that writes its batches into its folder.
+"""python saving_batches.py SCRIPT ...: run a script and keep its batches in the run's folder.
 
-Beside them it keeps the weights that it sends to vLLM, and it sees to it that vLLM has one call at
-a time to answer.
+The weights that it sends to vLLM are kept, too, and vLLM must get one call at a time.
 """
 
 import importlib
@@ -16,7 +15,7 @@ import torch
 from helpers import fsdp2
 from helpers.hooks import around, before
 
-calls = []  # of vLLM's process, as Futures
+calls = []  # Futures of the calls of vLLM's process
 
 
 def is_idle():
@@ -24,10 +23,10 @@ def is_idle():
 
 
 def watched(name):
-    """The module of a script whose threads may not call vLLM before it has answered the last call.
+    """Import a script whose threads must not call vLLM before it has answered the last call.
 
-    With STUB set it takes whatever log-probabilities vLLM gives: stub_vllm's are nonsense. With
-    FSDP2 set its models are sharded. Pictures are drawn at the end alone: each costs two seconds.
+    With the variable STUB the script accepts any log-probabilities, because those of stub_vllm are
+    made up. With FSDP2 its models are sharded.
     """
     if "FSDP2" in os.environ:
         fsdp2.allow_on_cpu()
@@ -39,18 +38,10 @@ def watched(name):
         calls.append(call())
         return calls[-1]
 
-    def with_a_small_cache(call, given):
-        """A GiB, the default on CPUs, takes two seconds to touch."""
-        environment, options = call()
-        environment.pop("VLLM_CPU_KVCACHE_SPACE", None)
-        return environment, options | {"kv_cache_memory_bytes": 2**27}
-
     def start(call, given):
         call()
         print("Folders of vLLM:", given["self"].folder, flush=True)
 
-    around(script, "run_program", lambda call, given: given["name"].startswith("plot_") or call())
-    around(script, "vllm_settings", with_a_small_cache)
     around(script.VLLM, "submit", submit)
     around(script.VLLM, "__init__", start)
     if "STUB" in os.environ:
@@ -80,7 +71,7 @@ def save_batches(script):
 
 
 def run_as_main(script):
-    """Does what `python SCRIPT` does."""
+    """Do what `python SCRIPT` does."""
     args = script.tyro.cli(script.Args)
     try:
         script.main(args)

@@ -17,7 +17,7 @@ from accelerate import Accelerator
 from helpers import ASYNC, GRPO, LORA, PPO, SCRIPTS, hooks
 from helpers.files import read_json_lines, write_rows, write_text
 from helpers.loops import EPISODES
-from helpers.runs import differences, without_clock
+from helpers.runs import check_equal_to_the_bit
 from torch.distributed.checkpoint.api import CheckpointException
 from transformers import AutoTokenizer, GenerationConfig
 
@@ -76,23 +76,8 @@ def broken(six_steps):
     return run
 
 
-def files_of(folder):
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
 def checkpoints_of(run_dir):
     return sorted(path.name for path in (run_dir / "checkpoints").iterdir())
-
-
-def check_equal_to_the_bit(resumed, whole):
-    lines, expected = (list(map(without_clock, run.metrics)) for run in (resumed, whole))
-    assert lines == expected
-    for name in ("samples.jsonl", "rollouts.jsonl", "model/model.safetensors"):
-        assert (resumed.run_dir / name).read_bytes() == (whole.run_dir / name).read_bytes(), name
-    for mine, theirs in zip(resumed.batches[::-1], whole.batches[::-1], strict=False):
-        assert differences(vars(mine), vars(theirs)) == []
-    for model, rates in resumed.rates.items():
-        assert rates == whole.rates[model][-len(rates) :]
 
 
 # ---------------------------------------------------------------------------- 6 steps are 3 and 3

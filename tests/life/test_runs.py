@@ -12,15 +12,13 @@ from types import SimpleNamespace
 import overlap
 import pytest
 import torch
-from helpers import ASYNC, SCRIPTS
-from helpers.endings import new_mark, processes_with
+from helpers import ASYNC, GRPO, SCRIPTS
 from helpers.files import read_json_lines
 from helpers.formulas import logprobs_and_entropies
-from helpers.processes import ONE_RANK, folders_of_vllm
+from helpers.processes import ONE_RANK, folders_of_vllm, new_mark, processes_with
 from helpers.runs import (
     VLLM_OPTIONS,
     batch_of,
-    check_equal_to_the_bit,
     response_tokens,
     weights_of_versions,
 )
@@ -29,46 +27,23 @@ from transformers import AutoModelForCausalLM
 pytestmark = pytest.mark.slow
 
 STEPS = range(1, 5)
-# Each version is far from the next
-ASYNC_OPTIONS = VLLM_OPTIONS | {"learning_rate": 3e-3, "save_freq": 2}
+# With this learning rate each version is far from the next
+OPTIONS = VLLM_OPTIONS | {"learning_rate": 3e-3, "save_freq": 2}
 OF_GRPO = {"local_rollout_batch_size": 8, "number_samples_per_prompt": 4, "kl_estimator": "kl1"}
-OF_GRPO |= {"learning_rate": 1e-3, "seed": 3}  # whose first groups have spread
-OF_GRPO |= dict.fromkeys(("gamma", "lam", "value_lam", "whiten_rewards"))  # it has none of these
+OF_GRPO |= {"learning_rate": 1e-3, "seed": 3}  # the first groups have spread
+OF_GRPO |= dict.fromkeys(("gamma", "lam", "value_lam", "whiten_rewards"))  # GRPO has none of these
+OF_GRPO |= {"with_tracking": True}
 
 
-@pytest.fixture(scope="module")
-def launched(run_script, small_eval, tmp_path_factory):
-    """launched("ppo_vllm_async.py", ONE_RANK, wandb's variables): a run that went well."""
-
-    def run(script, launcher=None, env=None, **options):
-        folder, mark = tmp_path_factory.mktemp("run"), new_mark()
-        env = {"WANDB_DIR": str(folder)} | mark | (env or {})
-        options = {"eval_dataset": small_eval} | ASYNC_OPTIONS | options
-        run = run_script(script, folder, launcher, env=env, **options)
-        assert run.returncode == 0, run.output
-        run.mark = mark
-        return run
-
-    return run
-
-
-@pytest.fixture(scope="module")
-def ppo_run(launched):
-    return launched("ppo_vllm_async.py", ONE_RANK)
-
-
-@pytest.fixture(scope="module")
-def grpo_run(launched):
-    env = {"WANDB_MODE": "offline"}
-    return launched("grpo_vllm_async.py", ONE_RANK, env, with_tracking=True, **OF_GRPO)
-
-
-@pytest.fixture(params=SCRIPTS)
-def run(request):
-    """Of four steps and one update each."""
-    fixtures = ("vllm_run", "ppo_run", "grpo_run")
-    run = request.getfixturevalue(fixtures[SCRIPTS.index(request.param)])
-    run.script = request.param
+@pytest.fixture(scope="module", params=SCRIPTS)
+def run(request, run_script, small_eval, tmp_path_factory):
+    """A run of four steps with one update each, which accelerate's launcher has started."""
+    folder, mark = tmp_path_factory.mktemp("run"), new_mark()
+    options = OPTIONS | (OF_GRPO if request.param in GRPO else {}) | {"eval_dataset": small_eval}
+    env = {"WANDB_DIR": str(folder), "WANDB_MODE": "offline"} | mark
+    run = run_script(request.param, folder, ONE_RANK, env=env, **options)
+    assert run.returncode == 0, run.output
+    run.script, run.mark = request.param, mark
     return run
 
 
@@ -115,8 +90,9 @@ def test_run_that_is_over_leaves_nothing_behind(run):
     assert "Held-out prompts answered correctly: " in run.stdout  # the summary
 
 
-def test_wandb_gets_the_metrics_the_samples_and_the_config(grpo_run):
-    (path,) = grpo_run.run_dir.parent.glob("wandb/offline-run-*/run-*.wandb")
+@pytest.mark.parametrize("run", GRPO, indirect=True)
+def test_wandb_gets_the_metrics_the_samples_and_the_config(run):
+    (path,) = run.run_dir.parent.glob("wandb/offline-run-*/run-*.wandb")
     log, block = path.read_bytes(), 2**15  # what is split goes on behind a block's header
     log = b"".join(log[i + 7 : i + block] for i in range(0, len(log), block)).decode("latin1")
 
@@ -126,11 +102,11 @@ def test_wandb_gets_the_metrics_the_samples_and_the_config(grpo_run):
         decode = json.JSONDecoder().raw_decode
         return [decode(log, found.end())[0] for found in re.finditer(field, log, re.DOTALL)]
 
-    for name, value in json.loads((grpo_run.run_dir / "args.json").read_text()).items():
+    for name, value in json.loads((run.run_dir / "args.json").read_text()).items():
         assert value in logged(name), name
-    for name in set().union(*grpo_run.metrics):
+    for name in set().union(*run.metrics):
         values = iter(logged(name))
-        assert all(line[name] in values for line in grpo_run.metrics if name in line), name
+        assert all(line[name] in values for line in run.metrics if name in line), name
 
     paths = path.parent.glob("files/media/table/sample_completions_*.json")
     paths = sorted(paths, key=lambda path: int(path.name.split("_")[2]))
@@ -139,15 +115,7 @@ def test_wandb_gets_the_metrics_the_samples_and_the_config(grpo_run):
         dict(zip(table["columns"], row, strict=True)) for table in tables for row in table["data"]
     ]
     assert len(tables) == 3  # numbers are numbers
-    assert samples == read_json_lines(grpo_run.run_dir / "samples.jsonl")
-
-
-# --------------------------------------------------------------------------- several runs compared
-
-
-def test_forked_run_gives_the_bits_of_the_real_command(ppo_run, launched):
-    """Else what other tests find in forked runs would not be what a user has."""
-    check_equal_to_the_bit(ppo_run, launched("ppo_vllm_async.py"), STEPS)
+    assert samples == read_json_lines(run.run_dir / "samples.jsonl")
 
 
 @pytest.mark.parametrize("async_mode", [False, True])

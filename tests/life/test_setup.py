@@ -190,10 +190,8 @@ CHANGES = [
     # (what changes, whether that takes another environment)
     (add_line("scripts/setup.sh", "# a comment"), False),
     (add_line("requirements-cpu.txt", "\n# a comment"), False),
-    (
-        lambda machine: {"PYTHON": "", "VERSION": "3.12.1"},
-        False,
-    ),  # the one that is there is a right one
+    # Python 3.12, which is there, will do
+    (lambda machine: {"PYTHON": "", "VERSION": "3.12.1"}, False),
     (add_line("requirements-cpu.txt", "one-more==1"), True),
     (lambda machine: {"VERSION": "3.12.1"}, True),
     (lambda machine: {"VERSION": "3.13.1", "PYTHON": "python"}, True),

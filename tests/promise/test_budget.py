@@ -15,7 +15,7 @@ BUDGETS = {
 }
 
 # What stands around the scripts, in lines
-SURROUNDINGS = {"scripts/**/*.py": 11_070, "tests/**/*.py": 14_830}
+SURROUNDINGS = {"scripts/**/*.py": 11_070, "tests/**/*.py": 14_200}
 
 # A page has one subject, and README two screens, in lines
 PER_PAGE, PER_README = 150, 120
@@ -46,19 +46,6 @@ def count_tokens(source):
         if kind == "FSTRING_START":
             depth += 1
     return count
-
-
-@pytest.mark.parametrize(
-    ("source", "count"),
-    [
-        ("# a comment\n\nx = 1  # another\n", 3),
-        ('def f():\n    """Says so."""\n    return "so"\n', 7),
-        ("x = f\"a {', '.join(f'{y}' for y in z)} b\" + 'c'\n", 5),
-        ('f(f"{a}" f"{b}")\n', 5),
-    ],
-)
-def test_tokens_are_counted_alike_by_every_python(source, count):
-    assert count_tokens(source) == count
 
 
 @pytest.mark.parametrize("script", BUDGETS)

@@ -89,7 +89,9 @@ def test_every_argument_has_a_line_of_help(script):
 
 def test_reward_models_training_calls_ppos_functions_and_has_no_copies():
     both = functions_of(TRAINER).keys() & functions_of("ppo_sync.py").keys()
-    assert both == {"main", "accumulate_gradients", "load_reward_model"}  # which do another thing
+    # These do other things: their data are pairs
+    others = {"accumulate_gradients", "load_reward_model", "split_into_micro_batches"}
+    assert both == others | {"main"}
 
 
 def test_what_data_preprocessing_shares_stands_once():
