@@ -2,7 +2,7 @@
 
 scripts/preflight.py prints it. Each function takes the preflight's Run, with the arguments of a
 script, its launch, and its models, which have shapes but no weights. Sizes are in bytes. Memory is
-estimated within a tenth of what PyTorch counts (benchmark/fake_memory.py; docs/results.md).
+estimated within a tenth of what PyTorch counts (tests/helpers/fake_memory.py; docs/results.md).
 
     a trained parameter   18 bytes: its weight in --dtype, and in float32 its master, its gradient
                           and AdamW's two moments (1412.6980). With --dtype float32 it is 16,

@@ -2,13 +2,12 @@
 
 import json
 
-import fake_memory
 import fits
 import learner
 import pytest
 import torch
 import transformers
-from helpers import rollouts
+from helpers import fake_memory, rollouts
 from internal import resource_plan as plan
 from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
