@@ -3059,13 +3059,15 @@ def kill_group(process_group):
 
 
 def end_at_once(error):
-    """Print an error and end this process, even if other threads are waiting."""
+    """Print an error and end this process, even if other threads are waiting.
+
+    die_with_script then ends the child processes.
+    """
     ending.acquire()  # and never release it, so that a second thread waits here for the end
     try:
         traceback.print_exception(error)
         sys.stdout.flush()
     finally:  # also if printing fails, for example because the pipe is closed
-        end_children()
         os._exit(1)
 
 

@@ -114,7 +114,6 @@ def test_first_error_alone_is_told(monkeypatch):
     """A call that fails is one in the thread that waits for it, and one in its callback."""
     told, ending = [], threading.Lock()
     monkeypatch.setattr(script, "ending", ending)
-    monkeypatch.setattr(script, "end_children", lambda: None)
     monkeypatch.setattr(script.traceback, "print_exception", told.append)
     monkeypatch.setattr(os, "_exit", told.append)
     script.end_at_once("the first")

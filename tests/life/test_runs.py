@@ -5,11 +5,7 @@ What a step computes is in test_loop.py, with a stub of vLLM, in seconds.
 
 import json
 import re
-import threading
-import time
-from types import SimpleNamespace
 
-import overlap
 import pytest
 import torch
 from helpers import ASYNC, GRPO, SCRIPTS
@@ -116,28 +112,3 @@ def test_wandb_gets_the_metrics_the_samples_and_the_config(run):
     ]
     assert len(tables) == 3  # numbers are numbers
     assert samples == read_json_lines(run.run_dir / "samples.jsonl")
-
-
-@pytest.mark.parametrize("async_mode", [False, True])
-def test_generation_and_training_overlap_and_only_then_are_responses_a_step_old(
-    async_mode, monkeypatch, capsys
-):
-    """Asynchronously a training waits for the next generation to begin, and that for it."""
-    events, both = [], threading.Barrier(2, timeout=60)
-
-    def sleep(_):
-        is_training = threading.current_thread() is threading.main_thread()
-        name = "training" if is_training else "generation"
-        events.append(name)
-        count = events.count(name)
-        if async_mode and count != (7 if is_training else 1):
-            both.wait()
-        events.append(f"{name} ends")
-
-    clock = SimpleNamespace(sleep=sleep, perf_counter=time.perf_counter)
-    monkeypatch.setattr(overlap, "time", clock)
-    overlap.run_steps(async_mode)
-    samplers = [int(version) for version in re.findall(r"of version (\d)", capsys.readouterr().out)]
-    assert samplers == ([0, 0, 1, 2, 3, 4, 5] if async_mode else [0, 1, 2, 3, 4, 5, 6])
-    in_turn = ["generation", "generation ends", "training", "training ends"]
-    assert (events == 7 * in_turn) != async_mode
