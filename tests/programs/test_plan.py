@@ -36,6 +36,15 @@ def tiny(layers=2, hidden=64, family="Qwen2"):
     return [auto_class.from_config(config) for auto_class in classes]
 
 
+def test_longest_row_can_be_a_held_out_one():
+    rows = [[SimpleNamespace(token_ids=[5] * length)] for length in (3, 7)]
+    args = SimpleNamespace(response_length=10)
+    for train_rows, eval_rows in (rows, rows[::-1]):
+        run = SimpleNamespace(train_rows=train_rows, eval_rows=eval_rows, args=args)
+        run.trains_reward_model = lambda: False
+        assert preflight.Run.max_length(run) == 17
+
+
 def test_checkpoint_takes_what_is_written(tmp_path):
     """It contains weights and AdamW's two moments, but no gradients."""
     run = plan.with_changes(launch(PPO), {"save_freq": 2, "keep_last_n": 0})
