@@ -26,8 +26,8 @@ The learner waits while vLLM generates, and vLLM waits while the learner trains.
 ppo_vllm_async.py they work at the same time.
 
 A prompt and its response form a row, which is padded on the right. Tensors over tokens have the
-shape (rows, length). In a step's Batch (see below), all of these except input_ids are 0 outside the
-response. There is no attention mask, so models must be causal, which keeps every token from seeing
+shape (rows, length). In a step's Batch (see below), such tensors are 0 outside the response, except
+input_ids. There is no attention mask, so models must be causal, which keeps every token from seeing
 the padding after it. Models run without dropout. Every rank holds the whole batch, and computes its
 own part of the forward and backward passes.
 
@@ -63,9 +63,10 @@ Where to make a change (docs/changing_a_script.md has worked examples):
     what a resume must find again  `state`, or `trained_models` if it is a model
 
 Reading on to the banner ("The algorithm ends here") takes 60 to 80 minutes. Look up the rest when
-you need it. If this script differs from another, tests/promise/test_scripts_agree.py
-gives the reason. Ranks that exchange data wait for each other, so the docstring of a function in
-which they do ends with "Every rank must call this, in the same order."
+you need it. ppo_sync.py, ppo_vllm_async.py and grpo_vllm_async.py have the same text wherever they
+can, and tests/promise/test_scripts_agree.py gives the reasons where they cannot. Ranks that
+exchange data wait for each other, so the docstring of a function in which they do ends with "Every
+rank must call this, in the same order."
 
 arXiv: PPO 1707.06347; GAE 1506.02438; RLHF 1909.08593, 2009.01325; PPO's details 2403.17031.
 """
@@ -221,7 +222,7 @@ class Response:
 class Request:
     """What the learner requests from generation, for all ranks."""
 
-    prompts: list[Prompt]  # (rows,), number_samples_per_prompt copies of each, side by side
+    prompts: list[Prompt]  # (rows,), each prompt number_samples_per_prompt times in succession
     seeds: list[int]  # (rows,)
     eval_prompts: list[Prompt]  # empty if no evaluation is due
 
@@ -348,9 +349,9 @@ def main(args):
         epochs = shuffle_into_mini_batches(training_step, args)  # [epoch][mini_batch] -> rows
 
         # 5. Forward passes before any update. Trained models run in the micro-batches of the first
-        # epoch of updates, because with other padding the old log-probabilities would differ from
-        # the new ones in their last bits. On a CPU all ratios of the first update are therefore
-        # exactly 1
+        # epoch of updates. In others a row could have other padding, and its old log-probabilities
+        # would differ from the new ones in their last bits. On a CPU all ratios of the first update
+        # are therefore exactly 1
         with timed(metrics, "forward"):
             batch.logprobs, batch.entropies = forward_all(
                 accelerator, policy, batch, epochs[0], args
@@ -377,7 +378,7 @@ def main(args):
             models.append((policy, token_losses))
         updates_before_policy = args.num_updates - args.num_policy_updates  # in the warm-up
         sums, grad_norms = defaultdict(int), defaultdict(int)
-        lr = 0.0  # the policy's, in a step that does not update it
+        lr = 0.0  # logged if this step does not update the policy
         with timed(metrics, "update"):
             first_update = version * args.updates_per_step  # counted over the run
             for update, mini_batch in enumerate(itertools.chain(*epochs), first_update):
@@ -385,7 +386,7 @@ def main(args):
                 accumulate_gradients(accelerator, models, batch, mini_batch, divisor, sums, args)
                 if not batch.loss_mask[mini_batch].any():
                     warn_once("updates are skipped if no row of their mini-batch is in the loss")
-                    continue
+                    continue  # its passes were only for the metrics, and left gradients of 0
                 # apply_gradients sums gradients over ranks, clips them, and steps the optimizer
                 value_lr = args.value_learning_rate * lr_multiplier(update, args.num_updates, args)
                 norm = apply_gradients(
@@ -427,9 +428,9 @@ def evaluation_is_due(steps, args):
     """Return whether an evaluation is due after this number of steps.
 
     The num_evals evaluations are spread evenly over the run, the first before any update. One more
-    follows after the last step, also if num_evals is 0. In async mode, which ppo_sync.py does not
-    have, vLLM gets a version one step late. The evaluation after s steps is therefore of version
-    s - 1, except for the first (version 0) and the last (the last version). Evaluations after 0
+    follows after the last step, also if num_evals is 0. In async mode, step s requests the
+    evaluation after s steps before its own updates. This evaluation is therefore of version s - 1.
+    Only the first (version 0) and the last (the last version) are not delayed. Evaluations after 0
     steps and after 1 step would both be of version 0, so at most every second step has one.
     """
     num_steps = args.num_training_steps
@@ -444,8 +445,9 @@ def kl_penalty(logprobs, ref_logprobs, estimator):
     """Estimate KL(policy || reference) at each sampled token, in the shape of logprobs.
 
     With d = logprobs - ref_logprobs, kl1 is d and kl3 is exp(-d) - 1 + d
-    (http://joschu.net/blog/kl-approx.html). PPO's reward uses kl1. In a reward, kl3 would hardly
-    pull the policy back near the reference, where it is only about d^2 / 2 (2510.01555).
+    (http://joschu.net/blog/kl-approx.html). The PPO scripts have the KL in the reward, and use kl1
+    there. As a part of the reward, kl3 would have almost no effect on a policy that is close to the
+    reference, because it is then only about d^2 / 2 (2510.01555).
 
     >>> kl_penalty(torch.tensor([0.0]), torch.tensor([-1.0]), "kl1").item()
     1.0
@@ -537,14 +539,15 @@ def accumulate_gradients(accelerator, models, batch, rows, divisor, sums, args):
         divisor: the divisor of the whole mini-batch on all ranks. Every rank divides by it, and
             apply_gradients sums over the ranks, so the gradient does not depend on how the rows are
             split up.
-        sums: {metric: sum}. This rank adds the sum of each metric over its loss tokens, the number
-            of these (tokens) and of all tokens of its rows (val/update_tokens), and its part of the
-            losses of all models (objective/loss).
+        sums: {name: sum}. This rank adds each metric, summed over its loss tokens. It also adds the
+            number of these tokens under "tokens", the number of all tokens in its rows under
+            "val/update_tokens", and its part of all models' losses under "objective/loss".
 
     Every rank must call this, in the same order.
     """
     for _, micro_batch in split_into_micro_batches(accelerator, batch, rows, args):
-        mask = micro_batch.loss_mask  # micro_batch.mask only says which tokens a model reads
+        # micro_batch.mask only selects the tokens for which a model returns outputs
+        mask = micro_batch.loss_mask
         sums["tokens"] += mask.sum(dtype=torch.float64)
         sums["val/update_tokens"] += micro_batch.lengths.sum()
         for model, losses_of in models:
@@ -709,8 +712,8 @@ def split_into_micro_batches(accelerator, batch, mini_batch, args):
     by_length = sorted(mini_batch, key=lambda row: (lengths[row], row))
     own_rows = by_length[accelerator.process_index :: num_ranks]
     # Rows are dealt to the ranks in rounds, in ascending order of length. The last rank gets the
-    # longest row of each round, so all ranks split and pad by the last rank's lengths. There are as
-    # many rows in each round, because a mini-batch has a multiple of num_ranks rows
+    # longest row of each round, so all ranks split and pad by the last rank's lengths. Every round
+    # has num_ranks rows, because the rows of a mini-batch are a multiple of num_ranks
     longest = [lengths[row] for row in by_length[num_ranks - 1 :: num_ranks]]
     for start, end in itertools.pairwise(micro_batch_boundaries(longest, args)):
         rows = own_rows[start:end]
@@ -752,7 +755,7 @@ def apply_gradients(accelerator, model, optimizer, lr, batch, run_dir, args):
     Every rank must call this, in the same order.
     """
     masters = optimizer.param_groups[0]["params"]
-    # Under FSDP2 the gradients are averages over ranks already, which this turns into sums
+    # Under FSDP2 the gradients are averages over the ranks, so this multiplies them by their number
     sum_over_ranks(accelerator, [master.grad for master in masters])
     norm = nn.utils.clip_grad_norm_(masters, args.max_grad_norm)
     if isinstance(norm, DTensor):  # under FSDP2
@@ -773,7 +776,7 @@ def apply_gradients(accelerator, model, optimizer, lr, batch, run_dir, args):
 def lr_multiplier(update, num_updates, args):
     """Return the factor on the learning rate in a model's n-th update, with n from 0.
 
-    The factor is never 0.
+    The factor is never 0. warm_up_steps counts updates.
 
     >>> args = Args(warm_up_steps=2, lr_scheduler_type="linear")
     >>> [lr_multiplier(update, num_updates=4, args=args) for update in range(4)]
@@ -796,8 +799,8 @@ def lr_multiplier(update, num_updates, args):
 def forward_all(accelerator, model, batch, mini_batches, args):
     """Run a model over mini-batches, which are lists of rows.
 
-    Return log-probabilities, values or scores on every rank, and a policy's entropies. Each has the
-    shape (rows, length).
+    Return (outputs, entropies) on every rank, both (rows, length). Outputs are log-probabilities of
+    a policy, or values or scores. Entropies are those of a policy, or zeros.
 
     Every rank must call this, in the same order.
     """
@@ -838,8 +841,8 @@ class PolicyModel(nn.Module):
         Both have the shape (rows, length), and are 0 elsewhere. mask is 1 at response tokens.
         """
         hidden = hidden_states(self.model, input_ids)  # (rows, length, hidden_size)
-        # Token t is predicted at position t - 1. Both lines select by the mask of token t, and no
-        # response begins at t = 0
+        # Token t is predicted at position t - 1. The next two lines select the same tokens t,
+        # because no response begins at t = 0
         hidden = hidden[:, :-1][mask[:, 1:].bool()]  # (tokens, hidden_size)
         labels = input_ids[mask.bool()]  # (tokens,)
         # ChunkedHead computes token_logprobs of the head's logits, divided by the temperature. It
@@ -871,7 +874,7 @@ class RewardModel(nn.Module):
     def forward(self, input_ids, mask):
         """Return the scores of the texts that end with each token, (rows, length).
 
-        The mask is not used here, but the policy and the value model need it.
+        The mask is not needed here, but all models have the same arguments.
         """
         hidden = hidden_states(self.model, input_ids)  # (rows, length, hidden_size)
         return self.model.score(hidden.to(self.model.score.weight.dtype)).squeeze(-1)
@@ -918,7 +921,7 @@ def collate(responses, device):
     is_token = positions < lengths[:, None]
     mask = (is_token & (positions >= prompt_lengths[:, None])).float()
     logprobs = torch.tensor(np.concatenate([response.logprobs for response in responses]))
-    # A response whose reward failed is left out of the loss, because its score is unknown, not 0
+    # A response without a score is left out of the loss, because its score is unknown, not 0
     has_score = torch.tensor([float(response.score is not None) for response in responses])
     return Batch(
         input_ids=to_rows(torch.tensor(np.concatenate(rows)), is_token).to(device),
@@ -986,8 +989,8 @@ def score_responses(accelerator, reward_model, responses, args, is_eval=False):
 def generate_rollout(engine, workers, tokenizer, request, args):
     """Generate and grade this rank's part of the responses to a Request. Return a Rollout.
 
-    Every rank gets the whole Request. engine.sample generates this rank's part of it, which is
-    empty if the rank has no engine.
+    Every rank gets the whole Request, and engine.sample generates this rank's part of it. On a rank
+    without vLLM this part is empty.
     """
     times = {}
     with timed(times, "generation"):

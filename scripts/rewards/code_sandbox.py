@@ -305,7 +305,7 @@ def equality_case(setup: str, test: str) -> dict | None:
 def same_output(printed: str, expected: str) -> bool:
     r"""Return whether texts are equal except for whitespace at the ends of lines and of the text.
 
-    >>> same_output("1 \n2\n", "1\n2"), same_output("1 2", "1\n2")
+    >>> same_output("\n1 \n2\n\n", "1\n2"), same_output("1 2", "1\n2")
     (True, False)
     """
     texts = (printed, expected)

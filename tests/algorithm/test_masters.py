@@ -95,3 +95,12 @@ def test_a_layer_takes_few_operations(checkpointing, limit, tmp_path):
         totals.append(seen.counts)
     a_layer = totals[1] - totals[0]
     assert 50 < a_layer.total() <= limit
+
+
+def test_flags_of_adamw_are_those_of_its_only_group(folder):
+    """By default torch's AdamW decays weights by 0.01."""
+    for flags in ({"eps": 1e-6, "weight_decay": 0.25}, {}):
+        policy = load_policy(folder, **flags)
+        (group,) = script.make_optimizer(policy, policy.args).param_groups
+        assert {name: group[name] for name in flags} == flags
+        assert flags or group["weight_decay"] == 0

@@ -212,6 +212,13 @@ def test_rows_of_a_folder_are_those_of_its_files_by_the_split_in_their_names(tmp
         assert script.load_rows(str(folder), config, split) == expected, files
 
 
+def test_held_out_prompts_are_the_same_for_every_seed(tokenizer, tmp_path):
+    path = str(write_rows(tmp_path / "rows.jsonl", [{"prompt": f"{i}="} | RULE for i in range(20)]))
+    args = {"dataset": path, "eval_dataset": path, "num_eval_prompts": 5}
+    first, second = (script.load_datasets(tokenizer, Args(**args, seed=seed))[1] for seed in (1, 2))
+    assert len(first) == 5 and first == second
+
+
 def test_run_trains_on_one_configuration_and_is_evaluated_on_another(run_main, tmp_path):
     rows = {"main": [{"prompt": "1="} | RULE] * 4, "socratic": [{"prompt": "12="} | RULE] * 4}
     folder = write_configurations(tmp_path, rows)

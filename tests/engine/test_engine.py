@@ -110,6 +110,22 @@ def test_kl_is_that_of_the_sampler_to_the_learner():
 # ------------------------------------------------------------------------------------------ an end
 
 
+def test_response_is_complete_if_its_last_possible_token_is_a_stop_token(monkeypatch):
+    """vLLM is a stub. Its answers have as many tokens as a response can have."""
+
+    def answer(*ids):
+        completion = SimpleNamespace(
+            token_ids=ids, logprobs=SimpleNamespace(logprobs=[-0.5] * len(ids))
+        )
+        return SimpleNamespace(outputs=[completion])
+
+    answers = [answer(5, 6, STOP), answer(5, 6, 7)]
+    monkeypatch.setattr(script, "llm", SimpleNamespace(generate=lambda *_, **__: answers))
+    args = vllm_args(response_length=3, stop_token_ids=(STOP,))
+    responses = script.sample_responses([prompt_of([4]), prompt_of([4])], [1, 2], 1.0, args)
+    assert [response.stopped for response in responses] == [True, False]
+
+
 def test_first_error_alone_is_told(monkeypatch):
     """A call that fails is one in the thread that waits for it, and one in its callback."""
     told, ending = [], threading.Lock()

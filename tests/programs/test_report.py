@@ -233,6 +233,12 @@ def test_tokens_have_their_texts_and_numbers(make_run):
     assert row["observed"] == [1] and row["numbers"]["advantages"] == [0.5, None, -0.5]
     assert row["numbers"]["versions"] == [4, None, 5] and "turns" not in row["numbers"]
 
+    # Of a long response both ends are shown, with their own numbers
+    long = {"token_ids": [*range(9)], "advantages": [i / 8 for i in range(9)], "stopped": True}
+    ends = report.describe_tokens(long, None, max_tokens=4)
+    assert (ends["ids"], ends["gap"]) == ([0, 1, 7, 8], 5)
+    assert ends["numbers"] == {"advantages": [0, 1 / 8, 7 / 8, 1]}
+
     ids = byte_tokenizer().encode("ä €").ids  # two characters consist of several tokens
     assert report.token_texts(ids, byte_tokenizer()) == [None, "ä", " ", None, None, "€"]
     tokenizer = Tokenizer(models.WordLevel({"▁a": 0, "▁b": 1}, unk_token="▁a"))
