@@ -76,7 +76,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session", autouse=True)
 def no_default_of_accelerate():
-    """Ignore what a user has told accelerate by `accelerate config`."""
+    """Ignore what a user has set by `accelerate config`."""
     from accelerate.commands.config import config_args
 
     config_args.default_config_file = os.devnull

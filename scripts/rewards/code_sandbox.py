@@ -319,8 +319,8 @@ def sandbox_command(drop_root: bool) -> list[str]:
     Linux counts processes per user and user namespace. Each run has its own namespace, so that runs
     do not use up each other's processes. But the processes of root are not counted, and in a
     namespace that root makes every user is root outside. The program must therefore run as the user
-    nobody, who cannot reach a Python below /root. With `drop_root` a first bubblewrap only mounts
-    the files. In it root becomes nobody, who then starts the second bubblewrap.
+    `nobody`, who cannot reach a Python below /root. With `drop_root` a first bubblewrap only mounts
+    the files. In it root becomes `nobody`, who then starts the second bubblewrap.
     """
     bwrap, setpriv, choom = (shutil.which(name) or name for name in ("bwrap", "setpriv", "choom"))
     # In a venv this is the Python that the venv was made from
