@@ -1,7 +1,7 @@
 """Models that ranks share, by FSDP2: what comes of them is what one process makes of copies.
 
 Two ranks on the CPU, by gloo. helpers/compute_on_ranks.py computes on one process, by DDP and by
-FSDP2, and has main() run with a stub of vLLM. A fault under FSDP2 is in test_ends.py.
+FSDP2, and has main() run with a stub of vLLM.
 """
 
 import json
@@ -67,13 +67,18 @@ def test_launcher_reads_our_files(name, processes, machines, monkeypatch):
 
 
 def test_each_rank_loads_its_models_and_no_task_of_slurm_is_a_rank(monkeypatch):
-    """Loaded on one rank alone, the frozen models of the others would be zeros."""
+    """Loaded on one rank alone, the frozen models of the others would be zeros.
+
+    A signal must end a script also if what started it ignores it; but nohup keeps SIGHUP away.
+    """
     for name in ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"):
         monkeypatch.setenv(name, "4")
     monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "true")
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    signals = {}
+    monkeypatch.setattr(signal, "signal", signals.__setitem__)
     accelerator, cpu_group = ppo.start_ranks(rollouts.tiny_args())
     assert (accelerator.num_processes, cpu_group) == (1, None)
+    assert signals == dict.fromkeys((signal.SIGINT, signal.SIGTERM), signal.SIG_DFL)
     assert os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] == "false"
 
 

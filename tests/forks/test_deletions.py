@@ -1,4 +1,7 @@
-"""docs/changing_a_script.md, "What can be deleted": any parts may go, and the rest still works."""
+"""docs/changing_a_script.md, "What can be deleted": any parts may go, and the rest still works.
+
+At the end this copy, and the fork inflight, make the same run with vLLM itself as the script.
+"""
 
 import itertools
 import re
@@ -10,7 +13,7 @@ from pathlib import Path
 import fork as program
 import pytest
 from helpers import GRPO, REPO
-from helpers.runs import check_equal_to_the_bit
+from helpers.runs import check_equal_to_the_bit, without_clock
 
 PARTS = program.names_in(program.DELETIONS)
 ALL_SETS = [names for n in range(1, len(PARTS) + 1) for names in itertools.combinations(PARTS, n)]
@@ -49,15 +52,49 @@ def test_edited_script_loses_the_same_parts_or_is_refused(tmp_path, monkeypatch)
         program.leave_out(PARTS)
 
 
+def test_copy_whose_vllm_is_the_scripts_makes_the_same_run(
+    run_main, small_eval, tmp_path, monkeypatch
+):
+    """With a stub of it, where a batch is sampled while the one before is trained on."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "grpo_smaller.py").write_text(program.leave_out(("fsdp2", "resume")))
+    runs = [run_main(name, eval_dataset=small_eval) for name in ("grpo_smaller.py", *GRPO)]
+    check_equal_to_the_bit(*runs)
+
+
+@pytest.fixture(scope="module")
+def run_in_turns(run_script, small_eval, tmp_path_factory):
+    """Run a script, each of whose batches is sampled by the newest policy."""
+
+    def run(path, **more):
+        options = {"eval_dataset": small_eval, "num_evals": 2, "beta": 0.1, "response_length": 24}
+        options |= {"temperature": 1.5, "total_episodes": 192}
+        options["reward_fn"] = f"{REPO / 'scripts/rewards/graders.py'}:compute_score"
+        run = run_script(path, tmp_path_factory.mktemp("run"), **options | more)
+        assert run.returncode == 0, run.output
+        return run
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def of_script(run_in_turns):
+    return run_in_turns(*GRPO, async_mode=False)
+
+
 @pytest.mark.slow
-def test_copy_without_all_parts_makes_the_same_run_to_the_bit(run_script, small_eval, tmp_path):
+def test_copy_without_all_parts_makes_the_same_run_to_the_bit(of_script, run_in_turns, tmp_path):
     copy = tmp_path / "grpo_small.py"
     copy.write_text(program.leave_out(PARTS))
-    reward = REPO / "scripts/rewards/graders.py"
-    options = {"eval_dataset": small_eval, "num_evals": 2, "beta": 0.1}
-    options["reward_fn"] = f"{reward}:compute_score"
-    runs = [run_script(path, tmp_path / Path(path).stem, **options) for path in (*GRPO, copy)]
-    assert [run.returncode for run in runs] == [0, 0], runs[1].output
-    check_equal_to_the_bit(*runs)
+    check_equal_to_the_bit(run_in_turns(copy, async_mode=False), of_script)
     examples = [sys.executable, "-m", "doctest", copy]
     subprocess.run(examples, cwd=REPO, check=True)
+
+
+@pytest.mark.slow
+def test_inflight_without_staleness_is_the_script_to_the_bit(of_script, run_in_turns, import_fork):
+    forked = run_in_turns(import_fork("inflight").__file__, max_staleness=0)
+    lines, of_fork = (list(map(without_clock, run.metrics)) for run in (of_script, forked))
+    assert [line | {"policy/staleness_max": 0.0} for line in lines] == of_fork
+    for name in ("model/model.safetensors", "samples.jsonl"):
+        assert (of_script.run_dir / name).read_bytes() == (forked.run_dir / name).read_bytes()

@@ -1,4 +1,7 @@
-"""scripts/forks/inflight.diff: rounds of a real vLLM, and whole runs of the forked script."""
+"""scripts/forks/inflight.diff: rounds of a real vLLM, and a run of two ranks that is resumed.
+
+That it is the script where no response may be older than its round, test_deletions.py shows.
+"""
 
 import importlib
 import itertools
@@ -13,19 +16,16 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from helpers import GRPO
-from helpers.files import read_json_lines, write_text
-from helpers.processes import CPU
+from helpers.files import write_text
+from helpers.processes import CPU, STUB
 from helpers.real_vllm import MAX_LENGTH, prompt_of, sync, tiny_model
 from helpers.rollouts import STOP, VOCAB
-from helpers.runs import check_equal_to_the_bit, without_clock
+from helpers.runs import check_equal_to_the_bit
 
 pytestmark = pytest.mark.slow
 
 # Longer than a block of vLLM's prefix cache, 128 tokens on a CPU
 PROMPTS = [prompt_of([2 + (5 * i * j + j) % (VOCAB - 2) for j in range(140)]) for i in range(16)]
-# Most responses last for several rounds
-OPTIONS = {"response_length": 24, "temperature": 1.5, "total_episodes": 192, "num_evals": 2}
 
 
 @pytest.fixture(scope="module")
@@ -165,22 +165,7 @@ def test_batches_have_the_rows_of_the_script_in_order_and_a_response_only_grows(
     assert grown > 10
 
 
-# ------------------------------------------------------------------------------------- whole runs
-
-
-def test_without_staleness_it_is_the_script_in_turns_to_the_bit(
-    module, run_script, small_eval, tmp_path
-):
-    options = OPTIONS | {"eval_dataset": small_eval}
-    turns = run_script(*GRPO, tmp_path / "turns", async_mode=False, save_batches=True, **options)
-    forked = run_script(module.__file__, tmp_path / "forked", max_staleness=0, **options)
-    assert turns.returncode == forked.returncode == 0, forked.output
-    lines, of_fork = (list(map(without_clock, run.metrics)) for run in (turns, forked))
-    assert [line | {"policy/staleness_max": 0.0} for line in lines] == of_fork
-    name = "model/model.safetensors"
-    assert (turns.run_dir / name).read_bytes() == (forked.run_dir / name).read_bytes()
-    samples = [read_json_lines(run.run_dir / "samples.jsonl") for run in (turns, forked)]
-    assert samples[0] == samples[1]
+# ------------------------------------------------------------------------------------- a whole run
 
 
 # In a copy of the fork: so what a model has learned does not say which responses are under way
@@ -214,11 +199,15 @@ def test_two_ranks_resume_to_the_bit_with_responses_under_way(
         text = text.replace(old, new.format(third | fifth))
     path = write_text(tmp_path / "grpo_copy.py", text)
     reward = write_text(tmp_path / "varies.py", VARIES)
-    options = OPTIONS | {"max_staleness": 2, "deterministic": True, "save_freq": 2}
-    options |= {"eval_dataset": few_prompts / "test.parquet", "total_episodes": 6 * 16}
+    options = {"response_length": 24, "num_evals": 2, "max_staleness": 2, "deterministic": True}
+    options |= {
+        "save_freq": 2,
+        "eval_dataset": few_prompts / "test.parquet",
+        "total_episodes": 6 * 16,
+    }
     options |= {"number_samples_per_prompt": 2, "local_rollout_batch_size": 4}
     options |= {"local_mini_batch_size": 8, "reward_fn": f"{reward}:score"}
-    options |= {"ranks": 2, "env": CPU | {"PYTHONPATH": str(tmp_path)}, "save_batches": True}
+    options |= {"ranks": 2, "env": CPU | STUB, "save_batches": True}
     whole = run_script(path, tmp_path / "whole", **options)
     assert whole.returncode == 0, whole.output
     assert all(line["optim/grad_norm"] > 0 for line in whole.metrics)

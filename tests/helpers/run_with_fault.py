@@ -16,8 +16,7 @@ from pathlib import Path
 sys.path.extend(str(folder) for folder in Path(__file__).resolve().parents[1:3])
 
 from helpers.hooks import around, before
-from helpers.processes import wait_until
-from helpers.saving_batches import is_idle, run_as_main, watched
+from helpers.saving_batches import run_as_main, watched
 
 semaphores = []  # that were made, as paths
 
@@ -72,12 +71,9 @@ def burn_instead(script):
     before(script.VLLM, "submit", lambda given: is_request(script, given) and maybe(given))
 
 
-def kill_vllm(script):
-    os.kill(script.process_groups[-1], signal.SIGKILL)  # reward workers were started before
-
-
 def kill_vllm_at_work(script):
-    kill = at_call(SECOND, lambda: kill_vllm(script))
+    # Reward workers were started before
+    kill = at_call(SECOND, lambda: os.kill(script.process_groups[-1], signal.SIGKILL))
 
     def submit(call, given):
         future = call()
@@ -86,21 +82,6 @@ def kill_vllm_at_work(script):
         return future
 
     around(script.VLLM, "submit", submit)
-
-
-def kill_idle_vllm(script):
-    sampled = []
-
-    def count(given):
-        sampled.extend([1] * (given["function"] is script.sample_responses))
-
-    def kill(_):
-        # Three requests, each with an evaluation, which is empty
-        wait_until(lambda: len(sampled) == 6 and is_idle(), "the answer of vLLM")
-        kill_vllm(script)
-
-    before(script.VLLM, "submit", count)
-    in_update(kill, script)
 
 
 def raise_without_output(_):
@@ -143,21 +124,12 @@ def interrupt_group(script):
     in_update(lambda _: os.killpg(os.getpgrp(), signal.SIGINT), script)
 
 
-def terminate(script):
-    """Where what started the script ignores it."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    in_update(kill_self(signal.SIGTERM), script)
-
-
 FAULTS = {
     "vllm killed at work": kill_vllm_at_work,
-    "vllm killed while idle": kill_idle_vllm,
     "vllm raises in generation": burn_instead,
     "generation raises, stdout is full": raise_in_generation,
-    "update raises": partial(in_update, raise_error),
     "gradient is not finite": spoil_gradients,
     "SIGKILL": partial(in_update, kill_self(signal.SIGKILL)),
-    "SIGTERM": terminate,
     "SIGINT to the group": interrupt_group,
     "SIGKILL of the launcher": partial(in_update, kill_launcher(signal.SIGKILL)),
     "SIGHUP of the launcher": partial(in_update, kill_launcher(signal.SIGHUP)),

@@ -12,7 +12,6 @@ sys.path.extend(str(folder) for folder in Path(__file__).resolve().parents[1:3])
 
 import torch
 
-from helpers import fsdp2
 from helpers.hooks import around, before
 
 calls = []  # Futures of the calls of vLLM's process
@@ -26,10 +25,8 @@ def watched(name):
     """Import a script whose threads must not call vLLM before it has answered the last call.
 
     With the variable STUB the script accepts any log-probabilities, because those of stub_vllm are
-    made up. With FSDP2 its models are sharded.
+    made up.
     """
-    if "FSDP2" in os.environ:
-        fsdp2.allow_on_cpu()
     sys.path.append(str(Path(name).parent))  # of a fork
     script = importlib.import_module(Path(name).stem)
 

@@ -19,7 +19,7 @@ import yaml
 from accelerate.commands.launch import launch_command_parser
 from helpers import REPO, SCRIPTS
 from helpers.files import write_text
-from helpers.processes import end, environment, wait_until
+from helpers.processes import CPU, end, environment, wait_until
 from helpers.programs import call_main
 from torch.distributed.run import get_args_parser
 
@@ -47,6 +47,13 @@ def test_every_launch_names_its_file():
                 assert re.search(rf"--config_file |\$\{{?{variable}\b", call), f"{path}: {call}"
                 count += 1
     assert count > 10
+
+
+def test_script_without_a_launcher_outlives_its_shell(monkeypatch):
+    """As with nohup. That it dies with each launcher, test_ends.py shows."""
+    monkeypatch.setattr(os, "environ", dict(CPU))
+    monkeypatch.setattr(ppo_vllm_async.ctypes, "CDLL", lambda _: pytest.fail("it would die"))
+    ppo_vllm_async.die_with_launcher()
 
 
 # --------------------------------------------------------------------------------- a recipe's end

@@ -9,12 +9,14 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 
+import preflight
 import pytest
 import torch
 from helpers import REPO
 from helpers.files import write_text
 from helpers.processes import environment
 from internal import gpu_check
+from preflight_cases import call_rewards_here
 
 
 @pytest.fixture
@@ -102,8 +104,13 @@ def test_figures_are_read_from_the_output_of_vllm_and_of_inspect_run(monkeypatch
     assert gpu_check.run(["program.py"]) == [figures]
 
 
-@pytest.mark.slow
-def test_plan_is_read_from_what_the_preflight_prints(assets):
+def test_plan_is_read_from_what_the_preflight_prints(assets, monkeypatch, capsys):
+    def ask(_, program, *words, **__):  # without a process
+        status = preflight.main(list(words))
+        return subprocess.CompletedProcess(program, status, *capsys.readouterr())
+
+    call_rewards_here(monkeypatch)
+    monkeypatch.setattr(gpu_check, "ask", ask)
     options = {"response_length": 500, "micro_batch_tokens": 32_512}
     options |= {"gradient_checkpointing": False}
     command = gpu_check.short_command(gpu_check.PPO, 4, **options)
