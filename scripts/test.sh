@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Run the set-up, then all tests, two files at a time (10 to 12 minutes on two cores).
+# Run the set-up, then all tests, two files at a time (6 to 7 minutes on two quiet cores).
 # Some tests need bubblewrap and git. As root this installs them with apt; without them these tests are skipped.
 #   bash scripts/test.sh            runs all tests
 #   bash scripts/test.sh fast       runs those that start neither vLLM nor other processes (under 2 minutes)

@@ -9,9 +9,7 @@ import preflight_cases as cases
 import pytest
 import torch
 import transformers
-from internal import gpu_check
 from internal import resource_plan as plan
-from internal.resource_plan import GIB
 from torch.distributed import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -57,17 +55,6 @@ def test_checkpoint_takes_what_is_written(tmp_path):
     assert plan.checkpoints_on_disk(run) == (2, pytest.approx(written, rel=0.02))
 
 
-@pytest.mark.parametrize(
-    ("learners", "vllm_gpus", "left"),
-    [(1, (), 2), (2, (), 3), (1, (1,), 2), (2, (2,), 2)],
-)
-def test_contexts_and_nccl_are_left_their_memory(learners, vllm_gpus, left):
-    """One GiB for each process on the GPU, and one more if GPUs exchange weights or gradients."""
-    numbers = (GRPO, "0.6", 24, "ddp.yaml", 1, learners, vllm_gpus)
-    run = plan.with_changes(launch(*numbers), {"vllm_gpu_memory_utilization": 0.5})
-    assert plan.learner_room(run) == (24 / (1 if vllm_gpus else 2) - left) * GIB
-
-
 @pytest.mark.parametrize(("gpu_memory", "most"), [(24, 256), (80, 1024)])
 def test_vllm_samples_so_many_at_once_whatever_its_cache_holds(gpu_memory, most):
     """get_batch_defaults of vLLM 0.32."""
@@ -101,23 +88,6 @@ def test_what_is_named_fits(numbers, num_gpus, names, monkeypatch):
     monkeypatch.delattr(run.script, "fully_shard")  # as in a copy without FSDP2
     found = plan.what_fits(run)
     assert found is None or "config_file" not in found[0]
-
-
-def test_nothing_is_named_where_nothing_fits():
-    assert plan.what_fits(launch(PPO, "32", 24)) is None
-
-
-def test_gpu_check_finds_its_figures_in_the_plan(monkeypatch):
-    """Its patterns once had the words of an older plan, so that it compared with nothing."""
-    run = launch(GRPO)
-    run.train_rows, run.has_models = [], True
-    run.args.num_updates = run.args.num_training_steps = 10
-    printed = "\n".join(line for _, line in preflight.plan_of_memory(run))
-    done = SimpleNamespace(stdout=printed, stderr="", returncode=0)
-    monkeypatch.setattr(gpu_check, "ask", lambda *words, **options: done)
-    figures = gpu_check.plan([])
-    assert figures["plan_gib"] == pytest.approx(plan.learner_needs(run) / GIB, abs=0.1)
-    assert figures["plan_at_once"] == plan.responses_at_once(run, plan.local_episodes(run))
 
 
 # ---------------------------------------------------------------------------------------- adapters

@@ -136,15 +136,6 @@ def test_checkpoint_is_told_or_planned_with(name, script, ask, folder):
     check_answer(ask(script, cases.options_of_run(folder, script), step, make), words)
 
 
-def test_each_part_tells_its_first_mistake_after_the_plan(ask):
-    options = {"seed": -1, "beta": -1, "dataset": "no.jsonl", "attn_implementation": "none"}
-    status, plan, mistakes = ask("ppo_sync.py", options)
-    assert status == 2 and "Plan of ppo_sync.py" in plan
-    starts = ("--beta", "--dataset no.jsonl: no such", "--model")
-    for line, start in zip(mistakes.splitlines(), starts, strict=True):
-        assert line.startswith(f"preflight: error: {start}")
-
-
 # ------------------------------------------------------------------------------- paths, and lengths
 
 
@@ -329,7 +320,7 @@ COMMANDS = [
 ]
 
 
-@pytest.mark.parametrize(("given", "expected"), COMMANDS, ids=str)
+@pytest.mark.parametrize(("given", "expected"), COMMANDS)
 def test_plan_ends_with_the_command_that_launches_it(given, expected, ask, folder, monkeypatch):
     """The launcher reads it like the preflight, and passes on every flag."""
     monkeypatch.setenv("HOME", str(cases.SHARDED.parent))
@@ -354,12 +345,10 @@ def test_plan_ends_with_the_command_that_launches_it(given, expected, ask, folde
 
 
 @pytest.mark.slow
-def test_vllm_is_asked_whether_it_has_the_model(assets):
-    """In a process of its own, with the config that the engine would read."""
-    config = transformers.AutoConfig.from_pretrained(assets / "model")
-    assert ASK_VLLM(config, "float32") == ""
-    config = transformers.Qwen3_5TextConfig(**cases.HYBRID, architectures=["Qwen3_5ForCausalLM"])
-    assert ASK_VLLM(config, "float32") in ("", "ModuleNotFoundError: No module named 'torchvision'")
+def test_vllm_says_that_it_has_not_a_model(assets):
+    """That it has the debug model says test_script_and_reward_import_their_own_neighbours."""
+    config = transformers.AutoConfig.from_pretrained(assets / "model", architectures=["MyModel"])
+    assert "'MyModel'" in ASK_VLLM(config, "float32")
 
 
 # A small model by this config, with the script's PolicyModel or one that forgets a field
@@ -464,13 +453,6 @@ def test_fork_is_checked_as_it_is(ask, folder):
         ask(write_text(folder / "fork.py", "x = 1\n")),
         "fork.py is not one of the training scripts | Args",
     )
-
-
-@pytest.mark.parametrize("name", ["inflight", "multiturn", "refill"])
-def test_reward_of_a_fork_reads_the_answer(name, ask, write_fork):
-    """The Response of a fork has other fields in another order."""
-    answer = ask(write_fork(name), cases.IS_IN)
-    check_plan(answer, "scores 1 (1 in | an incorrect answer 0, and an empty answer 0")
 
 
 PARTS = fork.names_in(fork.DELETIONS)
