@@ -65,10 +65,10 @@ GRADED = [
     ("accuracy=0.5", ROW, 0.5, 1, {"accuracy": 1.0}),  # the first function decides what is correct
     ("accuracy,brevity=8", WRONG, 2.0, 0, {"accuracy": 0.0, "brevity": 0.25}),
     (
-        "brevity,accuracy",
+        "brevity,accuracy=0.5",
         ESSAY,
-        1.0,
-        1,
+        0.5,
+        0,
         {"accuracy": 1.0},
     ),  # the first does not apply, so the score decides
     ("overlong", ROW, -1.0, 0, {"overlong": -1.0}),

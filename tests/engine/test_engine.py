@@ -211,6 +211,17 @@ def test_error_that_is_no_pickle_is_told_as_what_it_says(monkeypatch, tmp_path):
     assert "no such" in str(pickle.loads(pickle.dumps(told.value)))
 
 
+def test_sync_loads_its_own_weights_and_none_of_an_earlier_one(monkeypatch):
+    """Else vLLM's process would keep a copy of each."""
+    loaded = []
+    rpc = lambda _, kwargs: loaded.append([*kwargs["weights_iterator"]])  # noqa: E731
+    monkeypatch.setattr(script, "llm", SimpleNamespace(collective_rpc=rpc))
+    for version in (1, 2):
+        script.receive_weight(pickle.dumps(("head", version)))
+        script.reload_weights()
+    assert loaded == [[("head", 1)], [("head", 2)]]
+
+
 @pytest.mark.parametrize(
     ("kinds", "options", "has_cache"),
     [

@@ -47,9 +47,10 @@ def test_edited_script_loses_the_same_parts_or_is_refused(tmp_path, monkeypatch)
     monkeypatch.setattr(program, "REPO", tmp_path)
     (tmp_path / GRPO[0]).write_text(f"# My notes\n{text}")
     assert program.leave_out(PARTS) == f"# My notes\n{small}"
-    (tmp_path / GRPO[0]).write_text(text.replace("save_freq: int = 0", "save_freq: int = 10"))
-    with pytest.raises(SystemExit, match=r"resume.diff does not fit grpo_vllm_async.py"):
-        program.leave_out(PARTS)
+    for edited in (text.replace("save_freq: int = 0", "save_freq: int = 10"), 2 * text):
+        (tmp_path / GRPO[0]).write_text(edited)
+        with pytest.raises(SystemExit, match=r"resume.diff does not fit grpo_vllm_async.py"):
+            program.leave_out(("resume",))
 
 
 def test_copy_whose_vllm_is_the_scripts_makes_the_same_run(

@@ -33,7 +33,7 @@ def score(data_source, response, ground_truth):
 
 # An evaluation is due after three steps, between the steps of which one is before a checkpoint and
 # the other after it
-SIX_STEPS = {"total_episodes": 6 * EPISODES, "num_evals": 2}
+SIX_STEPS = {"total_episodes": 6 * EPISODES, "num_evals": 2, "weight_decay": 0.1}
 OF_PPO = {"value_warmup_steps": 2, "warm_up_steps": 3}
 LONG_WARMUP = {"num_epochs": 2, "value_warmup_steps": 4, "warm_up_steps": 1}
 GSPO = {"importance_sampling_level": "sequence", "beta": 0.0, "num_epochs": 2}

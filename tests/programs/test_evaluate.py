@@ -302,6 +302,15 @@ def test_models_with_other_evaluations_of_the_same_are_compared(faked_run, tmp_p
         )
 
 
+def test_score_of_a_run_with_a_reward_model_is_that_of_its_evaluations(faked_run, reward_model):
+    """Where there is a ground truth, that is the rule's alone."""
+    change_args(faked_run, reward_model_path=str(reward_model))
+    call(faked_run, "--samples", 2)
+    _, answers = evaluation_in(faked_run)
+    assert [answer["score"] for answer in answers] == [1.0, 0.0] * 10
+    assert all(answer["reward_model_score"] for answer in answers)
+
+
 @pytest.mark.slow
 def test_vllm_answers(faked_run, small_eval):
     change_args(faked_run, num_eval_prompts=0)

@@ -234,10 +234,11 @@ def test_tokens_have_their_texts_and_numbers(make_run):
     assert row["numbers"]["versions"] == [4, None, 5] and "turns" not in row["numbers"]
 
     # Of a long response both ends are shown, with their own numbers
-    long = {"token_ids": [*range(9)], "advantages": [i / 8 for i in range(9)], "stopped": True}
+    long = {"token_ids": [*range(9)], "observed": [[6, 8]], "stopped": True}
+    long["advantages"] = [i / 8 for i in (*range(6), 8)]
     ends = report.describe_tokens(long, None, max_tokens=4)
-    assert (ends["ids"], ends["gap"]) == ([0, 1, 7, 8], 5)
-    assert ends["numbers"] == {"advantages": [0, 1 / 8, 7 / 8, 1]}
+    assert (ends["ids"], ends["gap"], ends["observed"]) == ([0, 1, 7, 8], 5, [2])
+    assert ends["numbers"] == {"advantages": pytest.approx([0, 1 / 8, math.nan, 1], nan_ok=True)}
 
     ids = byte_tokenizer().encode("ä €").ids  # two characters consist of several tokens
     assert report.token_texts(ids, byte_tokenizer()) == [None, "ä", " ", None, None, "€"]
