@@ -3,8 +3,8 @@
     .venv/bin/python tests/net.py gae lock      those with one of these words in their name, or all
     .venv/bin/python tests/net.py --slow        those that only real processes show
     .venv/bin/python tests/net.py --right       nothing is changed: all must survive
-Two rows at a time: on two cores 10 minutes for all fast ones, and 10 more for the slow ones. The
-exit status is 1 unless all were noticed.
+Two rows at a time, 10 minutes for all fast ones on two cores. The status is 1 unless all were
+noticed.
 """
 
 import importlib
@@ -64,7 +64,7 @@ def try_change(row, is_right, is_slow):
     """What comes of a row's change: noticed, or one of RESULTS."""
     with tempfile.TemporaryDirectory(prefix="net_", ignore_cleanup_errors=True) as folder:
         copy_to(Path(folder))
-        if not (change(Path(folder), row | {"other": row["text"]} if is_right else row)):
+        if not change(Path(folder), row | {"other": row["text"]} if is_right else row):
             return "does not apply"
         words = ["-m", "slow" if is_slow else "not slow", *shlex.split(row["tests"])]
         child = multiprocessing.get_context("fork").Process(target=run_pytest, args=(folder, words))

@@ -64,13 +64,8 @@ GRADED = [
     (BOTH, ROW | {"completion": "21"}, 1.025, 1, {"accuracy": 1.0, "brevity": 0.25}),
     ("accuracy=0.5", ROW, 0.5, 1, {"accuracy": 1.0}),  # the first function decides what is correct
     ("accuracy,brevity=8", WRONG, 2.0, 0, {"accuracy": 0.0, "brevity": 0.25}),
-    (
-        "brevity,accuracy=0.5",
-        ESSAY,
-        0.5,
-        0,
-        {"accuracy": 1.0},
-    ),  # the first does not apply, so the score decides
+    # The first does not apply, so the score decides
+    ("brevity,accuracy=0.5", ESSAY, 0.5, 0, {"accuracy": 1.0}),
     ("overlong", ROW, -1.0, 0, {"overlong": -1.0}),
     ("telling", ROW, 0.5, 0, {"telling": 0.5, "length": 8.0}),
     *[("judge", ROW, 0.75, 0, {"judge": 0.75})] * 2,  # the second call uses the client of the first

@@ -200,12 +200,8 @@ def test_two_ranks_resume_to_the_bit_with_responses_under_way(
     path = write_text(tmp_path / "grpo_copy.py", text)
     reward = write_text(tmp_path / "varies.py", VARIES)
     options = {"response_length": 24, "num_evals": 2, "max_staleness": 2, "deterministic": True}
-    options |= {
-        "save_freq": 2,
-        "eval_dataset": few_prompts / "test.parquet",
-        "total_episodes": 6 * 16,
-    }
-    options |= {"number_samples_per_prompt": 2, "local_rollout_batch_size": 4}
+    options |= {"eval_dataset": few_prompts / "test.parquet", "total_episodes": 6 * 16}
+    options |= {"save_freq": 2, "number_samples_per_prompt": 2, "local_rollout_batch_size": 4}
     options |= {"local_mini_batch_size": 8, "reward_fn": f"{reward}:score"}
     options |= {"ranks": 2, "env": CPU | STUB, "save_batches": True}
     whole = run_script(path, tmp_path / "whole", **options)

@@ -15,7 +15,7 @@ BUDGETS = {
 }
 
 # What stands around the scripts, in lines
-SURROUNDINGS = {"scripts/**/*.py": 10_690, "tests/**/*.py": 14_340}
+SURROUNDINGS = {"scripts/**/*.py": 10_690, "tests/**/*.py": 14_330}
 
 # A page has one subject, and README two screens, in lines
 PER_PAGE, PER_README = 150, 120
